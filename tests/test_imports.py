@@ -28,6 +28,7 @@ ROOMS = (
     "errors",
     "pytree",
     "comm",
+    "progress",
     "core",
     "ops",
     "reshard",

@@ -22,6 +22,7 @@ from disttensor.comm import compare_programs, objects
 from disttensor.comm.collectives import world
 from disttensor.comm.groups import Group, new_group
 from disttensor.errors import MismatchError
+from disttensor.progress import Advance, bar, silent
 from disttensor.random import counter
 from disttensor.tensor.dist_tensor import DistTensor
 
@@ -128,7 +129,8 @@ class Checkpointer:
         planner, plan, metadata = self._plan(what, group, tensors, specs)
         job = _Job(step, everyone[0][0], planner, plan, metadata, values)
         if not background:
-            self._write(what, job, group)
+            with bar("saving", sum(map(_bytes, plan.items)), "B") as advance:
+                self._write(what, job, group, advance)
             return
         try:
             planner.stage(plan, self._memory)
@@ -217,8 +219,8 @@ class Checkpointer:
         except Exception as error:
             self._error = error
 
-    def _write(self, what: str, job: _Job, group: Group) -> None:
-        writer = _storage().Writer(job.path)
+    def _write(self, what: str, job: _Job, group: Group, advance: Advance = silent) -> None:
+        writer = _storage().Writer(job.path, advance)
 
         def write() -> tuple[Any, Sums]:
             if job.error is not None:
@@ -241,6 +243,12 @@ class Checkpointer:
             if group.index == 0:
                 shutil.rmtree(job.path, ignore_errors=True)
             raise
+
+
+def _bytes(item: Any) -> int:
+    """Returns the bytes of an item of a plan of writes; 0 if it is no tensor."""
+    data = item.tensor_data
+    return 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
 
 
 def _storage() -> Any:

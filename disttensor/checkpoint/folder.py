@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from disttensor.checkpoint.synced_file import Sums, SyncedFile, sum_of
+from disttensor.progress import bar
 
 _NAME = re.compile(r"(\d{6,})-step-(\d+)")
 _WRITING, _REMOVING = ".writing-", ".removing-"
@@ -99,16 +100,18 @@ def check(path: Path, part: int, parts: int) -> int:
     if version != 1:
         raise ValueError(f"{path} has format {version}: it is from a newer disttensor")
     large = sorted(name for name in files if name.endswith(".distcp"))
-    for name, (size, crc) in files.items():
+    mine = {name for name in files if name not in large or large.index(name) % parts == part}
+    for name, (size, _) in files.items():
         file = path / name
         if not file.is_file():
             raise ValueError(f"{file} is missing. {_WAY_OUT}")
         there = file.stat().st_size
         if there != size:
             raise ValueError(f"{file} has {there:,} bytes, and was saved with {size:,}. {_WAY_OUT}")
-        mine = name not in large or large.index(name) % parts == part
-        if mine and sum_of(file) != (size, crc):
-            raise ValueError(f"{file} was changed since it was saved. {_WAY_OUT}")
+    with bar("checking", sum(files[name][0] for name in mine), "B") as advance:
+        for name, (size, crc) in files.items():
+            if name in mine and sum_of(path / name, advance) != (size, crc):
+                raise ValueError(f"{path / name} was changed since it was saved. {_WAY_OUT}")
     return step
 
 

@@ -21,6 +21,7 @@ from disttensor.comm.process_group import world
 from disttensor.core.layout import Layout
 from disttensor.core.spec import DistSpec
 from disttensor.nn.shard_module import a_module
+from disttensor.progress import Advance, bar
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.reshard import resharded
 
@@ -61,7 +62,8 @@ def save_pretrained(
     first = world()[0] == 0
     try:
         _together(lambda: _make(folder, files) if first else None)
-        failures = [_write(inside, tensors) for _, inside, _ in files]
+        with bar("saving", sum(x.nbytes for x in tensors.values()), "B") as advance:
+            failures = [_write(inside, tensors, advance) for _, inside, _ in files]
         _together(lambda: None, next(filter(None, failures), None))
         _together(lambda: _publish(model, folder, files) if first else None)
     except OSError:
@@ -166,7 +168,7 @@ def _rows(x: Any) -> tuple[int, Any]:
     return 0, rows if world()[0] == spec.mesh.ranks[0] else None
 
 
-def _write(inside: list[Stored], tensors: dict[str, Any]) -> Exception | None:
+def _write(inside: list[Stored], tensors: dict[str, Any], advance: Advance) -> Exception | None:
     """Writes this rank's rows of all tensors of a file to the disk. An error is returned at the
     end, because until then other ranks wait for this rank at each tensor."""
     error: Exception | None = None
@@ -182,6 +184,7 @@ def _write(inside: list[Stored], tensors: dict[str, Any]) -> Exception | None:
                     write_rows(file, stored, at, rows)
             except Exception as caught:
                 error = caught
+            advance(stored.nbytes)
         try:
             if error is None:
                 os.fsync(file.fileno())

@@ -32,24 +32,26 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from disttensor.checkpoint.synced_file import Sums, SyncedFile
+from disttensor.progress import Advance, bar
 
 
 class _SyncedFiles(FileSystem):
-    def __init__(self) -> None:
+    def __init__(self, advance: Advance) -> None:
         self.sums: Sums = {}
+        self.advance = advance
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
-        with SyncedFile(path, self.sums) as file:
+        with SyncedFile(path, self.sums, self.advance) as file:
             yield file
 
 
 class Writer(FileSystemWriter):
-    """``sums``: of all files that this rank has written."""
+    """``sums``: of all files that this rank has written. ``advance``: see SyncedFile."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, advance: Advance) -> None:
         super().__init__(path, sync_files=False)  # SyncedFile does it
-        self.fs = files = _SyncedFiles()
+        self.fs = files = _SyncedFiles(advance)
         self.sums = files.sums
 
     def write(self, plan: SavePlan, planner: DefaultSavePlanner, rank: int) -> Any:
@@ -130,15 +132,17 @@ class Reader(FileSystemReader):
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             by_file.setdefault(self._info(item).relative_path, []).append(item)
-        for name, items in by_file.items():
-            with open(Path(self.path, name), "rb") as file:
-                memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            for item in items:
-                part = zip(item.storage_offsets, item.lengths, strict=True)
-                saved = self._saved(item, memory)[tuple(slice(o, o + n) for o, n in part)]
-                planner.resolve_tensor(item).detach().copy_(saved)
-                if hasattr(mmap, "MADV_DONTNEED"):  # the pages of one item at a time
-                    memory.madvise(mmap.MADV_DONTNEED)
+        with bar("loading", len(plan.items), "pieces") as advance:
+            for name, items in by_file.items():
+                with open(Path(self.path, name), "rb") as file:
+                    memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                for item in items:
+                    part = zip(item.storage_offsets, item.lengths, strict=True)
+                    saved = self._saved(item, memory)[tuple(slice(o, o + n) for o, n in part)]
+                    planner.resolve_tensor(item).detach().copy_(saved)
+                    if hasattr(mmap, "MADV_DONTNEED"):  # the pages of one item at a time
+                        memory.madvise(mmap.MADV_DONTNEED)
+                    advance()
 
     def _info(self, item: ReadItem) -> Any:
         return self.storage_data[item.storage_index]

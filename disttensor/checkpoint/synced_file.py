@@ -8,16 +8,18 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from disttensor.progress import Advance, silent
+
 Sums = dict[str, tuple[int, int]]  # name of a file -> (bytes, CRC-32)
 _CHUNK = 1 << 20
 
 
 class SyncedFile(io.RawIOBase):
     """A new file. Its content is on the disk when ``close`` returns, which adds its sum to
-    ``sums``."""
+    ``sums``. ``advance`` is called with the bytes of each write."""
 
-    def __init__(self, path: str | os.PathLike[str], sums: Sums) -> None:
-        self.path, self.sums = Path(path), sums
+    def __init__(self, path: str | os.PathLike[str], sums: Sums, advance: Advance = silent) -> None:
+        self.path, self.sums, self.advance = Path(path), sums, advance
         self.size = self.crc = 0
         self.file = open(path, "wb", buffering=0)  # noqa: SIM115
 
@@ -31,6 +33,7 @@ class SyncedFile(io.RawIOBase):
             raise OSError(error.errno, error.strerror, str(self.path)) from None
         self.crc = zlib.crc32(view, self.crc)
         self.size += done
+        self.advance(done)
         return done
 
     def tell(self) -> int:
@@ -49,11 +52,12 @@ class SyncedFile(io.RawIOBase):
         super().close()
 
 
-def sum_of(path: Path) -> tuple[int, int]:
+def sum_of(path: Path, advance: Advance = silent) -> tuple[int, int]:
     """Returns (bytes, CRC-32) of a file."""
     crc = size = 0
     with open(path, "rb", buffering=0) as file:
         buffer = memoryview(bytearray(_CHUNK))
         while count := file.readinto(buffer):
             crc, size = zlib.crc32(buffer[:count], crc), size + count
+            advance(count)
     return size, crc

@@ -20,6 +20,7 @@ from disttensor.meta import execute
 from disttensor.nn.names import covers, known
 from disttensor.nn.parameters import Slot, slots
 from disttensor.nn.torch_styles import is_style, placements_of, splits
+from disttensor.progress import bar
 from disttensor.tensor.base import as_parameter
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.trace import skip
@@ -103,22 +104,27 @@ def place(
         if now is not slot.value and isinstance(now, DistTensor):
             made[id(slot.value)] = now
     fresh: set[nn.Module] = set()
-    for name, owner, table, key, value in slots(module):
-        stays = isinstance(value, DistTensor) or has_own_operators(value)
-        mesh = None if stays else mesh_of(value)
-        if id(value) not in made and mesh is not None:
-            made[id(value)] = _place(value, mesh, chosen.get(name))
-            if value.is_meta:
-                fresh.add(owner)
-        table[key] = made.get(id(value), value)
+    places = slots(module)
+    with bar("placing", len(places), "tensors") as advance:
+        for name, owner, table, key, value in places:
+            stays = isinstance(value, DistTensor) or has_own_operators(value)
+            mesh = None if stays else mesh_of(value)
+            if id(value) not in made and mesh is not None:
+                made[id(value)] = _place(value, mesh, chosen.get(name))
+                if value.is_meta:
+                    fresh.add(owner)
+            table[key] = made.get(id(value), value)
+            advance()
     for slot in before:  # grad_sync.check_fresh detects an optimizer that has the old tensor
         now = slot.table.get(slot.key)
         if now is not slot.value and isinstance(now, DistTensor):
             old: Any = slot.value
             old._replaced = f"{slot.name!r} became {now.spec!r}"
-    for child in inner_first(module):
-        if child in fresh:
-            init(child) if init else _initializer(child)()
+    with bar("initializing", len(fresh), "modules") as advance:
+        for child in inner_first(module):
+            if child in fresh:
+                init(child) if init else _initializer(child)()
+                advance()
     expert_modules.attach(module)
     skip.attach(module)
 

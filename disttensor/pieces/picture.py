@@ -119,7 +119,7 @@ class Picture:
         sheets = []
         for slab in slabs[:_SHEETS] if pieces else ():
             inside = [p for p in pieces if tuple(p.ranges[d] for d in others) == slab]
-            at = ", ".join(f"dim {d} {span(r)}" for d, r in zip(others, slab, strict=True))
+            at = ", ".join(f"dim {d} at {span(r)}" for d, r in zip(others, slab, strict=True))
             sheets.append(_sheet(at, inside, drawn))
         return cls(f"{spec!r} on {spec.mesh!r}", pieces, empty, notes, sheets)
 

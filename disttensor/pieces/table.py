@@ -121,7 +121,7 @@ class Table:
 
     def _repr_html_(self) -> str:
         """Returns a table in the colours of the page."""
-        style = ' style="text-align: left"'
+        style = ' style="text-align: left; white-space: nowrap"'
         lines = [f"<p>{escape(self.title)}</p>", "<table>"]
         for i, row in enumerate([_HEAD, *self._cells()]):
             kind = "td" if i else "th"

@@ -18,6 +18,7 @@ from disttensor.pipeline.costs import Costs
 from disttensor.pipeline.schedule import SHAPES, Schedule
 from disttensor.pipeline.schedules import NAMES
 from disttensor.pipeline.steady import sizes
+from disttensor.progress import bar
 
 
 def search(
@@ -47,14 +48,15 @@ def search(
     found: dict[Schedule, None] = {}
     for made in _with_names(stages, micro_batches, chunks, shape):
         found[made] = None
-    for less, forward_first, late_first, patience in product(
-        (0, 1, stages // 2), (False, True), (False, True), (0.0, 0.5, 1.0)
-    ):
-        wish = _Wish(forward_first, late_first, patience)
-        smaller = [max(chunks, n - less) for n in limits]
-        rows = _Attempt(costs, smaller, stages, micro_batches, chunks, shape).rows(wish)
-        if rows is not None:
-            found[Schedule(rows, shape)] = None
+    tries = [*product((0, 1, stages // 2), (False, True), (False, True), (0.0, 0.5, 1.0))]
+    with bar("searching", len(tries), "schedules") as advance:
+        for less, forward_first, late_first, patience in tries:
+            wish = _Wish(forward_first, late_first, patience)
+            smaller = [max(chunks, n - less) for n in limits]
+            rows = _Attempt(costs, smaller, stages, micro_batches, chunks, shape).rows(wish)
+            if rows is not None:
+                found[Schedule(rows, shape)] = None
+            advance()
     fits = [s for s in found if all(s.peak(i) <= n for i, n in enumerate(limits))]
     if not fits:
         raise ValueError(f"search: memory={memory!r}: no schedule was found that needs no more")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from disttensor.checks import check_callable, check_int, check_positive, check_sequence, check_type
 from disttensor.errors import SimulationError
 from disttensor.parallel.strategy import Strategy
+from disttensor.progress import bar
 from disttensor.simulate import devices
 from disttensor.simulate import layer_times as layer_times  # for balance="time"
 from disttensor.simulate.candidates import ProgramShape, strategies
@@ -62,7 +62,7 @@ def plan_strategy(
         values: the result of reading data, see ``simulate``.
         like: the other options of all strategies, as ``dt.Strategy(amp="bf16")``.
         most: how many strategies to simulate on all ranks, if ``candidates`` is not given.
-        progress: is called with a line of text for each simulation. Default: a terminal shows it.
+        progress: is called with a line of text for each simulation. Default: a bar shows it.
 
     >>> def build_with(strategy):
     ...     model = torch.nn.Linear(8, 8)
@@ -88,27 +88,19 @@ def plan_strategy(
     if progress is not None:
         check_callable("plan_strategy: progress", progress, "a function of a line")
     memory_limit = device.memory if memory is None else memory
-    say = progress or _show
-    search = Search(build_with, world, device, network, values, memory_limit, like, most, say)
-    try:
-        if candidates is None:
-            return StrategyTable.of(world, search.all())
-        expected = "a list of strategies"
-        listed = check_sequence("plan_strategy: candidates", candidates, expected)
-        for one in listed:
-            check_type("plan_strategy: candidates: entry", one, Strategy, expected)
-        if not listed:
-            raise ValueError("plan_strategy: candidates are empty: give one strategy at least")
-        return StrategyTable.of(world, [search.simulate(strategy) for strategy in listed])
-    finally:
-        if progress is None:
-            _show("")
-
-
-def _show(line: str) -> None:
-    """Replaces the last line of a terminal; "" ends it."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{line[:100]}", end="", file=sys.stderr, flush=True)
+    expected = "a list of strategies"
+    listed = check_sequence("plan_strategy: candidates", candidates or (), expected)
+    for one in listed:
+        check_type("plan_strategy: candidates: entry", one, Strategy, expected)
+    if candidates is not None and not listed:
+        raise ValueError("plan_strategy: candidates are empty: give one strategy at least")
+    with bar("planning", len(listed) or None, "simulations") as advance:
+        search = Search(
+            build_with, world, device, network, values, memory_limit, like, most,
+            progress or (lambda line: advance(note=line)),
+        )  # fmt: skip
+        found = [search.simulate(one) for one in listed] if listed else search.all()
+    return StrategyTable.of(world, found)
 
 
 @dataclass

@@ -15,6 +15,7 @@ from disttensor.checks import (
 )
 from disttensor.comm.log import CommLog
 from disttensor.errors import SimulationError
+from disttensor.progress import bar
 from disttensor.simulate import devices
 from disttensor.simulate.devices import Device, Network
 from disttensor.simulate.equal_micro_batches import can_repeat, fill
@@ -108,10 +109,11 @@ def simulate_program(
     if wanted == ():
         raise argument_error("simulate: ranks", wanted, expected, ValueError)
 
-    with frozen_garbage() as collect_garbage:
+    with frozen_garbage() as collect_garbage, bar("simulating", unit="ranks") as advance:
 
         def run(rank: int, few: bool) -> tuple[RankRun, Differences]:
             collect_garbage()
+            advance(note=f"rank {rank} of {world}")
             return run_rank(
                 program, rank, world, values, network.ranks_per_node, device.backend, few
             )

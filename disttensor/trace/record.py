@@ -28,6 +28,7 @@ from disttensor.dispatch.call_plan import PythonCall
 from disttensor.errors import name_of
 from disttensor.meta import infer
 from disttensor.observe import Observer
+from disttensor.progress import Advance, bar
 from disttensor.pytree import collect
 from disttensor.random import counter
 from disttensor.settings import Snapshot, snapshot
@@ -90,10 +91,11 @@ def record(
 
     ``sources``: name -> tensor; ``parameters``: the names of sources that are given in each call.
     """
-    recorder = CallRecorder(sources, parameters, device)
-    before = world_state()
-    with recorder, recorder.mode:
-        result = forward()
+    with bar("recording", unit="calls") as advance:
+        recorder = CallRecorder(sources, parameters, device, advance)
+        before = world_state()
+        with recorder, recorder.mode:
+            result = forward()
     try:
         return result, recorder.program(result, before)
     except Untraceable as why:
@@ -119,8 +121,10 @@ class _RegularCalls(TorchFunctionMode):
 class CallRecorder(Observer):
     sees_calls = True
 
-    def __init__(self, sources: dict[str, Tensor], parameters: list[str], device: str) -> None:
-        self.mode = _RegularCalls(self)
+    def __init__(
+        self, sources: dict[str, Tensor], parameters: list[str], device: str, advance: Advance
+    ) -> None:
+        self.mode, self.advance = _RegularCalls(self), advance
         self.tape = Tape(sources)
         self.sources, self.parameters, self.device = sources, parameters, device
         for name, x in sources.items():
@@ -155,6 +159,7 @@ class CallRecorder(Observer):
         """Runs and records a function of torch."""
         if self.quiet:
             return func(*args, **kwargs)
+        self.advance()
         if DistTensor in types:
             if infer.dynamic(func, args, kwargs):
                 self.refuse(f"{name_of(func)}: the shape of its result depends on data")

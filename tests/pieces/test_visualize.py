@@ -159,7 +159,7 @@ def test_many_pieces_are_drawn_in_part_and_a_third_split_dim_by_grids() -> None:
     assert len(tall.splitlines()) < 44 and "ranks 126, 127" in tall
     sizes = {"a": 2, "b": 2, "c": 8}
     deep = dt.visualize((4, 4, 16), mesh=sizes, plan=[S0, S1, Shard(2)])
-    assert [s.title for s in deep.sheets] == [f"dim 2 {i}:{i + 2}" for i in (0, 2, 4, 6)]
+    assert [s.title for s in deep.sheets] == [f"dim 2 at {i}:{i + 2}" for i in (0, 2, 4, 6)]
     assert "4 more such grids are left out" in str(deep)
     for plan, told in (([R, S0], "ranks 0, 8, ... 56 (8)"), ([S0, R], "ranks 0-7")):
         assert told in str(dt.visualize((8,), mesh={"a": 8, "b": 8}, plan=plan))

@@ -1,0 +1,75 @@
+"""Bars for work that takes long, drawn by tqdm (``pip install 'disttensor[progress]'``).
+
+The first rank of the world shows them, on a terminal or in a notebook. A log file, other ranks,
+imagined worlds, tests under pytest and processes without tqdm show none, and
+``DISTTENSOR_PROGRESS=0`` in the environment turns all of them off.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from disttensor.comm.process_group import is_fake, world
+
+DELAY = 1.0  # seconds: shorter work shows no bar
+Advance = Callable[..., None]
+_one = threading.Lock()  # held by the bar that is open: work inside of other work shows none
+
+
+def silent(n: float = 1, note: str = "") -> None:
+    """Shows nothing."""
+
+
+@contextmanager
+def bar(work: str, total: float | None = None, unit: str = "") -> Iterator[Advance]:
+    """Yields ``advance(n=1, note="")``, which adds ``n`` to a bar and shows ``note`` next to it.
+
+    Args:
+        work: a verb, as "loading".
+        total: of all ``n``; None if it is not known.
+        unit: of ``n``; "B" for bytes.
+    """
+    tqdm = None if total == 0 else _tqdm()
+    if tqdm is None or not _one.acquire(blocking=False):
+        yield silent
+        return
+    try:
+        shown = tqdm(
+            total=total, desc=work, unit=unit if unit == "B" else f" {unit}", delay=DELAY,
+            unit_scale=unit == "B", unit_divisor=1024, leave=False, dynamic_ncols=True,
+        )  # fmt: skip
+        with shown:
+
+            def advance(n: float = 1, note: str = "") -> None:
+                if note:
+                    shown.set_postfix_str(note, refresh=False)
+                shown.update(n)
+
+            yield advance
+    finally:
+        _one.release()
+
+
+def _tqdm() -> Any:
+    """Returns the class of bars for this terminal or notebook, or None if no bar is shown."""
+    first = world()[0] == 0 if dist.is_initialized() else os.environ.get("RANK", "0") == "0"
+    off = os.environ.get("DISTTENSOR_PROGRESS") == "0" or "PYTEST_CURRENT_TEST" in os.environ
+    if off or not first or is_fake() or not (sys.stderr.isatty() or _in_notebook()):
+        return None
+    try:
+        return importlib.import_module("tqdm.auto").tqdm
+    except ImportError:
+        return None
+
+
+def _in_notebook() -> bool:
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return shell is not None and "IPKernelApp" in shell.config
