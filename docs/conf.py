@@ -44,6 +44,7 @@ nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 120
 nb_merge_streams = True
+copybutton_exclude = ".linenos, .gp, .go"  # of a doctest, neither prompts nor results
 
 # Plain text, with the names that the site links to: the build needs no network.
 intersphinx_mapping = {
