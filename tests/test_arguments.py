@@ -434,6 +434,10 @@ BAD: dict[str, dict[str, str]] = {
     "dt.shard_module(lin(),grid())": {
         "module": MODULE, "mesh": f"None {MESH}", "plan": PLAN, "init": "3 'x'"},
     "dt.integrations.one_process()": {"device_type": "'tpu' 3"},
+    "dt.integrations.shard_accelerator(lin(),dt.Strategy())": {
+        "accelerator": "None 3 lin()", "strategy": "None 3 'dp'"},
+    "dt.integrations.shard_trainer(lin(),dt.Strategy())": {
+        "trainer": "None 3 lin()", "strategy": "None 3 'dp'"},
     "dt.optim.shard_scaler(torch.amp.GradScaler('cpu'))": {"scaler": "None 3 t"},
     "dt.shard_tensor(t,grid(),(S0,R))": {
         "data": "None 'abc' [[1],[1,2]]", "mesh": f"None {MESH}", "placements": PLACED,
@@ -526,6 +530,8 @@ FREE = {
     "local_map: positional",  # deprecated
     "broadcast_value: x", "explain: args", "explain: kwargs", "from_fn: args", "save: state",
     "load: state",
+    "shard_trainer: plan", "shard_trainer: layers",  # passed on to Strategy.apply
+    "shard_accelerator: plan", "shard_accelerator: layers",
 }  # fmt: skip
 # Values that the library makes. What takes one of them checks it.
 RESULTS = {

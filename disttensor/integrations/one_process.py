@@ -6,16 +6,13 @@ program on DistTensors every rank has the global values already.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import logging
 import os
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +21,7 @@ import torch
 from disttensor.checks import check_type
 from disttensor.comm.process_group import join_world, world
 from disttensor.core.mesh import check_device_type
+from disttensor.patches.imports import Undo, once_imported
 from disttensor.torch_private import world_hidden
 
 # The ranks and sizes that launchers say: torchrun, Slurm, Open MPI, MPICH, Intel MPI, MVAPICH. The
@@ -61,8 +59,9 @@ def one_process(device_type: str | None = None) -> Iterator[Process]:
     All ranks run the block. It starts the process group, unless ``init_mesh`` has done so. Inside,
     ``torch.distributed.is_initialized()`` is False, and the environment has no variable of a
     launcher that names a rank or a number of processes. What accelerate has found earlier is set
-    aside. On all ranks but the first, tqdm shows no bars, ``logging`` shows errors only, and wandb
-    is disabled. All of this ends with the block. DistTensors communicate as before.
+    aside. On all ranks but the first, tqdm shows no bars, ``logging`` shows errors only, wandb is
+    disabled, and accelerate's ``is_main_process`` is False. All of this ends with the block.
+    DistTensors communicate as before.
 
     Args:
         device_type: "cpu" or "cuda", as for ``init_mesh``. With "cuda" a rank that has not used
@@ -87,9 +86,11 @@ def one_process(device_type: str | None = None) -> Iterator[Process]:
     with ExitStack() as around:
         around.enter_context(world_hidden())
         around.enter_context(_environment({} if first else {"WANDB_MODE": "disabled"}))
-        around.enter_context(_without_accelerate_state())
+        around.callback(once_imported("accelerate.state", partial(_accelerate, first)))
         if not first:
-            around.enter_context(_quiet())
+            around.callback(logging.disable, logging.root.manager.disable)
+            logging.disable(max(logging.root.manager.disable, logging.WARNING))
+            around.callback(once_imported("tqdm.std", _no_bars))
         yield Process(first, around)
 
 
@@ -115,44 +116,34 @@ def _environment(added: dict[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-@contextmanager
-def _without_accelerate_state() -> Iterator[None]:
-    """accelerate determines the number of processes once, and all its objects share the result."""
+def _accelerate(first: bool, state: Any) -> Undo:
+    """accelerate determines the number of processes once, and all its objects share the result.
+    ``process_index`` stays 0 on all ranks: it also numbers the parts of a batch."""
+    shared = [kind._shared_state for kind in (state.PartialState, state.AcceleratorState)]
+    before = [dict(values) for values in shared]
+    for values in shared:
+        values.clear()
+    names = () if first else ("is_main_process", "is_local_main_process", "is_last_process")
+    properties = [(name, vars(state.PartialState)[name]) for name in names]
+    for name in names:
+        setattr(state.PartialState, name, property(lambda self: False))
 
-    def states() -> list[dict[str, Any]]:
-        state: Any = sys.modules.get("accelerate.state")
-        kinds = () if state is None else (state.PartialState, state.AcceleratorState)
-        return [kind._shared_state for kind in kinds]
+    def undo() -> None:
+        for name, value in properties:
+            setattr(state.PartialState, name, value)
+        for values, earlier in zip(shared, before, strict=True):
+            values.clear()
+            values.update(earlier)
 
-    before = [dict(state) for state in states()]
-    for state in states():
-        state.clear()
-    try:
-        yield
-    finally:
-        for i, state in enumerate(states()):
-            state.clear()
-            state.update(before[i] if before else {})
+    return undo
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Hides progress bars, warnings and information of this rank."""
-    level = logging.root.manager.disable
-    logging.disable(max(level, logging.WARNING))
-    bar: Any = None
-    if importlib.util.find_spec("tqdm") is not None:
-        bar = importlib.import_module("tqdm").tqdm
-        before, made = vars(bar)["__init__"], bar.__init__
+def _no_bars(tqdm: Any) -> Undo:
+    before, made = vars(tqdm.tqdm)["__init__"], tqdm.tqdm.__init__
 
-        @wraps(made)
-        def hidden(self: Any, *args: Any, **kwargs: Any) -> None:
-            made(self, *args, **kwargs | {"disable": True})
+    @wraps(made)
+    def hidden(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs | {"disable": True})
 
-        bar.__init__ = hidden
-    try:
-        yield
-    finally:
-        logging.disable(level)
-        if bar is not None:
-            bar.__init__ = before
+    tqdm.tqdm.__init__ = hidden
+    return partial(setattr, tqdm.tqdm, "__init__", before)

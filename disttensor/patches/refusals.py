@@ -95,8 +95,11 @@ def backward_hook(self: Any, args: Any, result: Any, grad_fn: Any) -> None:
 
 
 @refusing
-def save_pretrained(self: Any, *_: Any, **__: Any) -> None:
-    """transformers' save_pretrained writes the memory of rank 0. Replicated values are written."""
+def save_pretrained(self: Any, *_: Any, state_dict: Any = None, **__: Any) -> None:
+    """transformers' save_pretrained writes the memory of rank 0. Replicated values are written, and
+    those of a ``state_dict`` of regular tensors."""
+    if state_dict is not None and not collect(state_dict, [], DistTensor):
+        return
     for slot in slots(self):
         spec = slot.value.spec if isinstance(slot.value, DistTensor) else None
         if spec is None:

@@ -1,0 +1,209 @@
+"""The model of another library under a Strategy: a proposed plan, batches that are dealt out, and
+the full values of its state."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from disttensor.api.create import shard_tensor
+from disttensor.comm import objects
+from disttensor.comm.groups import world_group
+from disttensor.comm.process_group import world
+from disttensor.core.placement import Replicate, Shard
+from disttensor.nn import tensor_parallel_plans
+from disttensor.nn.shard_module import shard_module
+from disttensor.parallel.degrees import STAGE_AXES
+from disttensor.parallel.strategy import Strategy
+from disttensor.patches.state_dicts import known_everywhere
+from disttensor.pytree import find_tensors, replace_tensors, substitute
+from disttensor.tensor.dist_tensor import DistTensor
+from disttensor.tensor.values import broadcast_value
+
+Tensor = torch.Tensor
+T = TypeVar("T")
+# Styles of transformers' tensor-parallel plans -> the dim of a weight [out, in] that they split,
+# and that of a bias. The other styles leave weights whole, or are those of experts.
+STYLES = {
+    "colwise": (0, 0), "colwise_gather_output": (0, 0), "embedding_rowwise": (0, None),
+    "rowwise": (1, None), "rowwise_split_input": (1, None),
+}  # fmt: skip
+
+
+def is_first() -> bool:
+    return world()[0] == 0
+
+
+def on_first(who: str, write: Callable[[], Any]) -> None:
+    """Calls ``write`` on the first rank while the others wait. Raises its error on all ranks."""
+    caught: Exception | None = None
+    try:
+        if is_first():
+            write()
+    except Exception as error:
+        caught = error
+    texts = objects.gather_objects(caught and f"{type(caught).__name__}: {caught}", world_group())
+    if caught is not None:
+        raise caught
+    if texts[0] is not None:
+        raise RuntimeError(f"{who}: rank 0 failed: {texts[0]}")
+
+
+# Placing a model ----------------------------------------------------------------------------------
+
+
+def place(
+    model: nn.Module,
+    strategy: Strategy,
+    plan: Any = None,
+    layers: Iterable[nn.Module | str] | None = None,
+    optimizer: Any = None,
+    init: Callable[[nn.Module], Any] | None = None,
+) -> None:
+    """Applies ``strategy`` to a model and deals out the batches that it is called with. A model
+    with DistTensors keeps them: its other parameters are replicated."""
+    stages = strategy.stages()
+    if any(isinstance(p, DistTensor) for p in model.parameters()):
+        if not all(isinstance(p, DistTensor) for p in model.parameters()):  # adapters, added later
+            shard_module(model, stages[-1], init=init)
+    else:
+        if plan is None and strategy.degrees().tp > 1:
+            plan = propose(model, strategy)
+        if layers is None and len(stages) > 1 and not isinstance(model, nn.Sequential):
+            layers = layers_in_order(model)
+        strategy.apply(model, optimizer, plan, layers=layers, init=init)
+    hooks = [hook for m in model.modules() for hook in m._forward_pre_hooks.values()]
+    if not any(isinstance(hook, Deal) for hook in hooks):
+        model.register_forward_pre_hook(Deal(strategy), with_kwargs=True)
+
+
+def _base(model: nn.Module) -> tuple[str, Any]:
+    """Returns the model inside of PEFT's wrapper, with the prefix of its names."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    prefix = next(name for name, module in model.named_modules() if module is inner)
+    return f"{prefix}." if prefix else "", inner
+
+
+def propose(model: nn.Module, strategy: Strategy) -> dict[str, Any]:
+    """Returns a tensor-parallel plan: the own plan of a transformers model, and for parameters that
+    it does not name, ``dt.plans.megatron``. Heads that tp does not divide stay whole."""
+    plan = tensor_parallel_plans.megatron(model, "tp", strategy.stages()[0])
+    prefix, inner = _base(model)
+    axis = STAGE_AXES.index("tp")
+    named = [
+        (re.compile(re.escape(prefix + key).replace(r"\*", r"\d+") + r"(\.base_layer)?"), dims)
+        for key, style in (getattr(inner, "_tp_plan", None) or {}).items()
+        if (dims := STYLES.get(style)) is not None
+    ]
+    for name, value in model.named_parameters():
+        owner, _, leaf = name.rpartition(".")
+        for pattern, (weight, bias) in named:
+            known = plan.why[name] and not plan.why[name].startswith("not recognized")
+            whole = all(isinstance(p, Replicate) for p in plan[name])
+            if pattern.fullmatch(owner) and leaf in ("weight", "bias") and not (known and whole):
+                dim = weight if leaf == "weight" else bias
+                places: list[Any] = [Replicate()] * len(STAGE_AXES)
+                if dim is not None and dim < value.ndim:
+                    places[axis] = Shard(dim)
+                plan[name], plan.why[name] = places, "the plan of transformers"
+    return plan
+
+
+def layers_in_order(model: nn.Module) -> list[str] | None:
+    """Returns the layers of a transformers model with a pipeline plan, in the order of its modules;
+    None for another model."""
+    prefix, inner = _base(model)
+    named = {prefix + name for name in getattr(inner, "_pp_plan", None) or ()}
+    return [
+        f"{name}.*" if isinstance(module, nn.ModuleList) else name
+        for name, module in model.named_modules()
+        if name in named
+    ] or None
+
+
+@dataclass(frozen=True, eq=False)
+class Deal:
+    """A forward pre-hook: regular tensors with the rows of a batch become DistTensors, split over
+    the axes of the batch, and over ``cp`` along the sequence."""
+
+    strategy: Strategy
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        found = find_tensors((args, kwargs))
+        first = next((x for x in found if x.ndim), None)
+        if first is None or first.shape[0] < 2:
+            return None
+        stages, cp = self.strategy.stages(), self.strategy.degrees().cp
+
+        def part(x: Any, last: bool = False) -> Any:
+            if isinstance(x, DistTensor) or not x.ndim or x.shape[0] != first.shape[0]:
+                return x
+            split = cp > 1 and x.ndim > 1 and x.shape[1:2] == first.shape[1:2]
+            places = self.strategy.batch(1 if split else None)
+            return shard_tensor(x, stages[-1 if last else 0], places)
+
+        out = {
+            key: replace_tensors(value, lambda x: part(x, "label" in key))
+            for key, value in kwargs.items()
+        }
+        return replace_tensors(args, part), out
+
+
+# State --------------------------------------------------------------------------------------------
+
+
+def full_value(x: Any) -> Any:
+    """Returns the full value on the first rank, in the memory of the CPU; None on the others."""
+    value = broadcast_value(x)
+    return value.cpu() if is_first() else None
+
+
+def full_state(model: nn.Module) -> dict[str, Any]:
+    """Returns the state dict with full values on the first rank, and an empty dict on the others.
+    All ranks make the call. Of PEFT's models these are the tensors of the adapters."""
+    state: dict[str, Any] = model.state_dict(keep_vars=True)
+    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+        adapters = import_module("peft").get_peft_model_state_dict(model, state_dict=state)
+        kept = {id(x) for x in adapters.values()}
+        state = {name: x for name, x in state.items() if id(x) in kept}
+    known: dict[int, Any] = {}  # a tied tensor has one value
+    for x in state.values():
+        if isinstance(x, Tensor) and id(x) not in known:
+            known[id(x)] = full_value(x)
+    return {name: known.get(id(x), x) for name, x in state.items()} if is_first() else {}
+
+
+def save_full_state(optimizer: torch.optim.Optimizer) -> None:
+    """Makes ``optimizer.state_dict()`` return full values on the first rank, and
+    ``load_state_dict`` take them. All ranks make these calls."""
+
+    def saved(of: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        whole = known_everywhere(lambda *_: lambda: dict(state_dict))(of, "state_dict")()
+        return {**whole, "state": substitute(whole["state"], full_value)}
+
+    def loaded(of: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        numbers = [i for group in state_dict["param_groups"] for i in group["params"]]
+        params = [p for group in of.param_groups for p in group["params"]]
+        state = {
+            i: {key: _like(p, x) for key, x in state_dict["state"][i].items()}
+            for i, p in zip(numbers, params, strict=False)
+            if i in state_dict["state"] and getattr(p, "is_initialized", True)
+        }
+        return {**state_dict, "state": state}
+
+    optimizer.register_state_dict_post_hook(saved)
+    optimizer.register_load_state_dict_pre_hook(loaded)
+
+
+def _like(p: Any, x: Any) -> Any:
+    """Returns ``x`` in the layout of the parameter ``p``, if it has its shape."""
+    same = isinstance(p, DistTensor) and isinstance(x, Tensor) and x.shape == p.shape
+    if not same or isinstance(x, DistTensor):
+        return x
+    return shard_tensor(x, p.process_mesh, p.placements)
