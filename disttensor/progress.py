@@ -11,6 +11,7 @@ import importlib
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -44,7 +45,7 @@ def bar(work: str, total: float | None = None, unit: str = "") -> Iterator[Advan
     try:
         shown = tqdm(
             total=total, desc=work, unit=unit if unit == "B" else f" {unit}", delay=DELAY,
-            unit_scale=unit == "B", unit_divisor=1024, leave=False, dynamic_ncols=True,
+            unit_scale=unit == "B", unit_divisor=1024, leave=False, dynamic_ncols=True, miniters=1,
         )  # fmt: skip
         with shown:
 
@@ -65,9 +66,12 @@ def _tqdm() -> Any:
     if off or not first or is_fake() or not (sys.stderr.isatty() or _in_notebook()):
         return None
     try:
-        return importlib.import_module("tqdm.auto").tqdm
+        with warnings.catch_warnings():  # without ipywidgets a notebook shows the bar as text
+            warnings.simplefilter("ignore")
+            tqdm = importlib.import_module("tqdm.auto").tqdm
     except ImportError:
         return None
+    return type("Bar", (tqdm,), {"monitor_interval": 0})  # no thread: programs may fork
 
 
 def _in_notebook() -> bool:

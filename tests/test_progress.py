@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,7 +37,6 @@ def on_terminal(change: Callable[[pytest.MonkeyPatch], Any] = lambda m: None) ->
     with pytest.MonkeyPatch.context() as m:
         m.setattr(progress, "DELAY", 0.0)
         m.delenv("PYTEST_CURRENT_TEST", raising=False)
-        m.setattr("tqdm.std.tqdm.monitor_interval", 0)  # no thread
         m.setattr("tqdm.auto.tqdm", EachUpdate)
         m.setattr(sys, "stderr", Terminal())
         change(m)
@@ -47,7 +47,7 @@ class EachUpdate(tqdm):
     """A bar that shows each update, however fast they come."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options, mininterval=0, miniters=1)
+        super().__init__(**options, mininterval=0)
 
 
 def work() -> None:
@@ -58,7 +58,9 @@ def work() -> None:
 
 def test_a_terminal_shows_a_bar_and_removes_it_at_the_end() -> None:
     with on_terminal() as out:
+        threads = threading.active_count()
         work()
+        assert threading.active_count() == threads
     lines = out.getvalue().split("\r")
     assert "working:   0%" in lines[1] and "0/3" in lines[1]
     assert any("2/3" in line and "step 1" in line for line in lines)
