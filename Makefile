@@ -12,6 +12,7 @@
 # make zoo     all model types of transformers, and networks of timm and torchvision where these are installed, on two ranks
 #              against plain torch; goes on where it stopped; writes the table in docs/zoo.md
 # make strangers   small models of 50 libraries of PyPI, on two ranks against plain torch; writes the table in docs/zoo.md
+# make peers       the programs of docs/coming_from/ in other libraries (DeepSpeed, Megatron, JAX), beside ours
 # make mutants do the tests notice changes of the code? ARGS="--sample 100 --seed 1" for some of them, --part fsdp for a part
 # make matrix  all tests on every torch and Python that is tested, each in an environment of its own that is kept outside of the
 #              checkout (tests/environments.py); ARGS="--markdown docs/versions.md" writes the table of docs/versions.md
@@ -37,7 +38,7 @@ ARGS ?=
 
 export OMP_NUM_THREADS := 1
 
-.PHONY: gpu train test test-all seconds bench square coverage operators zoo strangers mutants matrix newest dist native python asan leaks lint docs clean
+.PHONY: gpu train test test-all seconds bench square coverage operators zoo strangers peers mutants matrix newest dist native python asan leaks lint docs clean
 
 train: .venv/.native
 	$(BIN)/python examples/launch.py 4 examples/train_gpt.py --pp 2 --tp 2 $(ARGS)
@@ -80,6 +81,9 @@ zoo: .venv/.installed
 
 strangers: .venv/.strangers
 	PYTHONPATH=.:.venv/strangers $(BIN)/python -m tests.zoo.strangers --markdown docs/zoo.md $(ARGS)
+
+peers: .venv/.peers
+	PYTHONPATH=.:.venv/peers $(BIN)/python -m pytest tests/test_coming_from.py $(ARGS)
 
 mutants: .venv/.installed
 	$(BIN)/python -m tests.mutants.mutants $(ARGS)
@@ -151,6 +155,11 @@ clean:
 
 .venv/.installed-dist: .venv/.installed
 	$(PIP) --editable '.[dist]'
+	touch $@
+
+.venv/.peers: .venv/.installed tests/support/peers.txt
+	rm -rf .venv/peers
+	DS_BUILD_OPS=0 $(PIP) --quiet --no-deps --target .venv/peers --requirement tests/support/peers.txt
 	touch $@
 
 .venv/.installed-dev: .venv/.installed
