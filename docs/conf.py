@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 from pathlib import Path
 
@@ -44,6 +45,7 @@ nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 120
 nb_merge_streams = True
+os.environ["DISTTENSOR_PROGRESS"] = "0"  # no bars in the outputs of cells
 copybutton_exclude = ".linenos, .gp, .go"  # of a doctest, neither prompts nor results
 
 # Plain text, with the names that the site links to: the build needs no network.
