@@ -134,7 +134,8 @@ def test_the_reference_has_an_entry_for_each_name():
     """An entry of autodoc in docs/reference/AREA.rst, and the name in the table of its index."""
     folder = Path(dt.__file__).parents[1] / "docs" / "reference"
     pages = "".join(page.read_text() for page in folder.glob("*.rst"))
-    entries = set(re.findall(r"^\.\. (?:auto|py:)\w+:: ([\w.]+)(?:\(.*\))?$", pages, re.MULTILINE))
+    entries = re.findall(r"^\.\. (?:auto|py:)\w+:: ([\w.]+)(?:\(.*\))?$", pages, re.MULTILINE)
+    assert len(entries) == len(set(entries)), sorted(entries)
     listed = set(re.findall(r"`([\w.]+)`", (folder / "index.md").read_text()))
     for module, names in {"disttensor": NAMES, **MODULES}.items():
         for name in (f"{module}.{name}" for name in names):
