@@ -108,10 +108,12 @@ def link_definition(
 def link_names(app: Sphinx, doctree: nodes.document) -> None:
     """Links inline code that is a public name, as `dt.reshard`, to its entry, and gives links whose
     text is the name of a page, as `[rules.md](rules.md)`, the title of the page."""
+    of_others = app.env.docname.startswith("coming_from/")  # where names without dt. are theirs
     for literal in list(doctree.findall(nodes.literal)):
         text = re.sub(r"\(.*\)$", "", literal.astext())
         name = re.sub(r"^dt\.", "disttensor.", text)
-        names = [n for n in (name, f"disttensor.{name}") if n in ENTRIES or n in OTHERS]
+        bare = [] if of_others else [f"disttensor.{name}"]
+        names = [n for n in (name, *bare) if n in ENTRIES or n in OTHERS]
         parents = (nodes.reference, pending_xref, nodes.title, desc_signature)
         if names and not isinstance(literal.parent, parents):
             to = {"refdomain": "py", "reftype": "obj", "reftarget": names[0], "refexplicit": True}
