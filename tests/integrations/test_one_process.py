@@ -39,6 +39,7 @@ def launched():
 
 
 @on_ranks(2)
+@pytest.mark.feature("Other libraries")
 def test_torch_and_the_environment_have_one_process_until_the_block_ends():
     with launched() as added:
         for error in (None, KeyError("in the block")):
