@@ -50,6 +50,8 @@ with _versions.importing():
         random, simulate,
     )  # fmt: skip
 
+    from disttensor.integrations.pretrained_model import from_pretrained
+
     patches.install()
 
 __version__ = _versions.__version__
@@ -57,10 +59,10 @@ __version__ = _versions.__version__
 __all__ = [
     "Checkpointer", "DistTensor", "Partial", "Placement", "ProcessMesh", "Replicate", "Shard",
     "Strategy", "accumulate", "arange", "broadcast_value", "clip_grad_norm_", "distribute_tensor",
-    "empty", "from_dtensor", "from_local", "full", "fully_shard", "init_mesh", "local_map",
-    "manual_seed", "ones", "rand", "randint", "randn", "randperm", "replay", "replicate", "reshard",
-    "shard_data_parallel", "shard_loader", "shard_module", "shard_tensor", "sync_gradients",
-    "to_dtensor", "values_everywhere", "visualize", "zeros",
+    "empty", "from_dtensor", "from_local", "from_pretrained", "full", "fully_shard", "init_mesh",
+    "local_map", "manual_seed", "ones", "rand", "randint", "randn", "randperm", "replay",
+    "replicate", "reshard", "shard_data_parallel", "shard_loader", "shard_module",
+    "shard_tensor", "sync_gradients", "to_dtensor", "values_everywhere", "visualize", "zeros",
 ]  # fmt: skip
 
 # Names of 0.1 and their places now; the old ones are removed in 0.3.

@@ -433,6 +433,8 @@ BAD: dict[str, dict[str, str]] = {
         "loader": "None 3 [t]", "mesh": f"None {MESH}", "placements": f"None {PLACED}"},
     "dt.shard_module(lin(),grid())": {
         "module": MODULE, "mesh": f"None {MESH}", "plan": PLAN, "init": "3 'x'"},
+    "dt.from_pretrained(lin())": {
+        "model": "None 3 [lin()]", "strategy": "3 'dp' {}", "dtype": "3 'f32'"},
     "dt.integrations.one_process()": {"device_type": "'tpu' 3"},
     "dt.integrations.shard_accelerator(lin(),dt.Strategy())": {
         "accelerator": "None 3 lin()", "strategy": "None 3 'dp'"},
@@ -532,6 +534,7 @@ FREE = {
     "load: state",
     "shard_trainer: plan", "shard_trainer: layers",  # passed on to Strategy.apply
     "shard_accelerator: plan", "shard_accelerator: layers",
+    "from_pretrained: plan", "from_pretrained: layers",
 }  # fmt: skip
 # Values that the library makes. What takes one of them checks it.
 RESULTS = {

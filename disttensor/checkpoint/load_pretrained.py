@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from disttensor.core.mesh import ProcessMesh, as_mesh
 from disttensor.nn.names import close_to
 from disttensor.nn.parameters import slots
 from disttensor.nn.shard_module import a_module, check_plan, shard_module
-from disttensor.progress import bar
 from disttensor.tensor.checkpointable import prepare_to_read
 from disttensor.tensor.dist_tensor import DistTensor
 
@@ -64,12 +64,27 @@ def load_pretrained(
     check_plan("pretrained.load", plan, init)
     check_bool("pretrained.load: strict", strict)
     check_names("pretrained.load", names)
-    if mesh is not None:
-        mesh = as_mesh("pretrained.load: mesh", mesh)
+    if mesh is None:
+        return load_into(model, files, None, names, strict, init)
+    mesh = as_mesh("pretrained.load: mesh", mesh)
+    shard = partial(shard_module, model, mesh, plan)
+    return load_into(model, files, lambda init: shard(init=init), names, strict, init)
+
+
+def load_into(
+    model: nn.Module,
+    files: str | Path | Iterable[str | Path],
+    shard: Callable[[Callable[[nn.Module], Any]], Any] | None = None,
+    names: Any = None,
+    strict: bool = True,
+    init: Callable[[nn.Module], Any] | None = None,
+) -> nn.Module:
+    """Implements ``load_pretrained``. ``shard(init)`` shards the model, after its names are
+    checked; ``init`` is for the modules with a tensor that the files lack."""
     stored = {k: v for path in _paths(files) for k, v in stored_in(path).items()}
     parts = _parts(model, stored, names, strict)
-    if mesh is not None:
-        shard_module(model, mesh, plan, init=_lacking(model, parts, init))
+    if shard is not None:
+        shard(_lacking(model, parts, init))
     state: dict[str, Any] = model.state_dict(keep_vars=True)
     meta = [name for name in parts if state[name].is_meta]
     if meta:
@@ -77,11 +92,8 @@ def load_pretrained(
             f"pretrained.load: {meta[0]} is on the meta device; give mesh= and plan=, or shard the "
             "model first"
         )
-    sizes = {name: _local(state[name]).nbytes for name in parts}
-    with bar("loading", sum(sizes.values()), "B") as advance:
-        for name, found in parts.items():
-            _fill(state[name], found)
-            advance(sizes[name])
+    for name, found in parts.items():
+        _fill(state[name], found)
     return model
 
 
@@ -179,10 +191,6 @@ def _lacking(model: nn.Module, parts: dict[str, Any], init: Any) -> Callable[[nn
             own.reset_parameters() if chosen is None else chosen(module)
 
     return made
-
-
-def _local(x: Any) -> Tensor:
-    return x.local if isinstance(x, DistTensor) else x
 
 
 def _fill(x: Any, parts: list[Part]) -> None:

@@ -28,11 +28,13 @@ from disttensor.tensor.values import broadcast_value
 
 Tensor = torch.Tensor
 T = TypeVar("T")
-# Styles of transformers' tensor-parallel plans -> the dim of a weight [out, in] that they split,
-# and that of a bias. The other styles leave weights whole, or are those of experts.
+# Styles of transformers' tensor-parallel plans -> the dims that they split. The other styles leave
+# tensors whole, or are those of experts and of fused matrices.
+_BY_OUTPUT: dict[str, int | None] = {"weight": 0, "bias": 0}
+_BY_INPUT: dict[str, int | None] = {"weight": 1, "bias": None}
 STYLES = {
-    "colwise": (0, 0), "colwise_gather_output": (0, 0), "embedding_rowwise": (0, None),
-    "rowwise": (1, None), "rowwise_split_input": (1, None),
+    "colwise": _BY_OUTPUT, "colwise_gather_output": _BY_OUTPUT, "embedding_rowwise": _BY_OUTPUT,
+    "rowwise": _BY_INPUT, "rowwise_split_input": _BY_INPUT,
 }  # fmt: skip
 
 
@@ -68,7 +70,7 @@ def place(
 ) -> None:
     """Applies ``strategy`` to a model and deals out the batches that it is called with. A model
     with DistTensors keeps them: its other parameters are replicated."""
-    stages = strategy.stages()
+    stages, balance = strategy.stages(), None
     if any(isinstance(p, DistTensor) for p in model.parameters()):
         if not all(isinstance(p, DistTensor) for p in model.parameters()):  # adapters, added later
             shard_module(model, stages[-1], init=init)
@@ -77,7 +79,8 @@ def place(
             plan = propose(model, strategy)
         if layers is None and len(stages) > 1 and not isinstance(model, nn.Sequential):
             layers = layers_in_order(model)
-        strategy.apply(model, optimizer, plan, layers=layers, init=init)
+            balance = "parameters" if layers else None
+        strategy.apply(model, optimizer, plan, layers=layers, balance=balance, init=init)
     hooks = [hook for m in model.modules() for hook in m._forward_pre_hooks.values()]
     if not any(isinstance(hook, Deal) for hook in hooks):
         model.register_forward_pre_hook(Deal(strategy), with_kwargs=True)
@@ -97,19 +100,20 @@ def propose(model: nn.Module, strategy: Strategy) -> dict[str, Any]:
     prefix, inner = _base(model)
     axis = STAGE_AXES.index("tp")
     named = [
-        (re.compile(re.escape(prefix + key).replace(r"\*", r"\d+") + r"(\.base_layer)?"), dims)
+        (re.compile(re.escape(prefix + key).replace(r"\*", r"\d+") + r"(\.base_layer)?"), style)
         for key, style in (getattr(inner, "_tp_plan", None) or {}).items()
-        if (dims := STYLES.get(style)) is not None
+        if style in STYLES
     ]
-    for name, value in model.named_parameters():
+    for name, _ in model.named_parameters():
         owner, _, leaf = name.rpartition(".")
-        for pattern, (weight, bias) in named:
-            known = plan.why[name] and not plan.why[name].startswith("not recognized")
-            whole = all(isinstance(p, Replicate) for p in plan[name])
-            if pattern.fullmatch(owner) and leaf in ("weight", "bias") and not (known and whole):
-                dim = weight if leaf == "weight" else bias
+        known = plan.why[name] and not plan.why[name].startswith("not recognized")
+        if leaf not in STYLES["rowwise"] or (known and plan[name][axis] == Replicate()):
+            continue
+        for pattern, style in named:
+            kind = nn.Embedding if style == "embedding_rowwise" else nn.Linear
+            if pattern.fullmatch(owner) and isinstance(model.get_submodule(owner), kind):
                 places: list[Any] = [Replicate()] * len(STAGE_AXES)
-                if dim is not None and dim < value.ndim:
+                if (dim := STYLES[style][leaf]) is not None:
                     places[axis] = Shard(dim)
                 plan[name], plan.why[name] = places, "the plan of transformers"
     return plan
