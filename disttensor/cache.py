@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import TypeVar
 
@@ -80,3 +81,17 @@ def clear_caches() -> None:
         cache.clear()
     for empty in _at_end:
         empty()
+
+
+@contextmanager
+def caches_aside() -> Iterator[None]:
+    """Empties all caches for a block, and at its end. Data from other ranks, who would not send
+    them again, are there afterwards."""
+    before = [(cache, dict(cache)) for cache in list(_dicts.values()) if cache.received]
+    clear_caches()
+    try:
+        yield
+    finally:
+        clear_caches()
+        for cache, entries in before:
+            cache.update(entries)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
 
-from disttensor.cache import clear_caches
+from disttensor.cache import caches_aside, clear_caches
 from disttensor.torch_private import default_group
 
 
@@ -63,12 +63,11 @@ def set_runtime_aside() -> Iterator[None]:
     its meshes and groups at the end. The caller keeps its process group alive."""
     global _current
     kept = current_runtime()
-    clear_caches()
-    try:
-        yield
-    finally:
-        clear_caches()
-        _current = kept
+    with caches_aside():
+        try:
+            yield
+        finally:
+            _current = kept
 
 
 def last_runtime() -> Runtime:

@@ -20,7 +20,8 @@ import json
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -77,6 +78,17 @@ class Call:
 CALLS: deque[Any] = deque(maxlen=_KEPT)
 record_call: Callable[[Any], None] = CALLS.append
 call_when_cleared(CALLS.clear, received=True)
+
+
+@contextmanager
+def calls_aside() -> Iterator[None]:
+    """Leaves the recorded calls as they are after a block that clears or adds some."""
+    before = [*CALLS]
+    try:
+        yield
+    finally:
+        CALLS.clear()
+        CALLS.extend(before)
 
 
 class CallFingerprint(NamedTuple):

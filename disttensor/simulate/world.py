@@ -95,7 +95,8 @@ def imagined_rank(
     seed, debugging = counter.get_state(), compare_programs.enabled
     try:
         with (
-            observers_aside(), set_runtime_aside(), _own_registrations(), process_groups_aside(),
+            observers_aside(), compare_programs.calls_aside(), set_runtime_aside(),
+            _own_registrations(), process_groups_aside(),
         ):  # fmt: skip
             os.environ.update(torchrun_variables(rank, size, ranks_per_node))
             compare_programs.enabled = False  # there are no other ranks to compare with

@@ -357,3 +357,40 @@ WRONG = {
 def test_arguments_that_do_not_go_together(text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(text)):
         WRONG[text](network())
+
+
+@on_ranks(2)
+def test_one_rank_alone_may_look() -> None:
+    """The other rank does not notice: same losses, same random numbers, same programs."""
+    mesh = dt.init_mesh((2,), ("dp",))
+    losses: list[list[float]] = []
+    other = network()
+    for looks in (False, True):
+        torch.manual_seed(0)
+        model = dt.shard_module(nn.Linear(4, 4), mesh)
+        dt.shard_data_parallel(model, mesh, "dp")
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        losses.append([])
+        for _ in range(5):
+            if looks and dist.get_rank() == 0:
+                dt.visualize(model)
+                dt.visualize(model.weight)
+                dt.visualize(other, plan={"0.*": [S0]}, mesh=mesh)
+                dt.visualize(other, strategy=dt.Strategy(tp=4, sharding=2), world=8)
+            x = dt.randn(6, 4, mesh=mesh, placements=[S0])
+            loss = nn.functional.dropout(model(x), 0.5).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    assert losses[0] == losses[1]
+
+
+@on_ranks(2)
+def test_a_rank_that_looks_does_not_forget_what_others_sent_once() -> None:
+    on_last = dt.ones(3, mesh=dt.ProcessMesh([1], ("dp",)))
+    double = dt.local_map(lambda piece: piece * 2, out_placements=[R], out_shapes=(3,))
+    for _ in range(2):
+        assert double(on_last).dtype == torch.float32  # rank 1 sends this in the first call
+        if dist.get_rank() == 0:
+            dt.visualize((4,), plan=[S0], mesh={"dp": 4})
