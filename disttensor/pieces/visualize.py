@@ -7,11 +7,13 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from disttensor.api.interop import from_dtensor
 from disttensor.checks import argument_error, check_int, check_shape, check_type, has_own_operators
@@ -120,6 +122,8 @@ def _imagined(mesh: Any, data: bool = True) -> Iterator[ProcessMesh]:
             raise argument_error("visualize: mesh", mesh, "one axis or more", ValueError)
         rank, size = 0, math.prod(mesh.values())
     else:
+        expected = 'a mesh, or the sizes of its axes, as {"dp": 2, "tp": 4},'
+        check_type("visualize: mesh", mesh, (ProcessMesh, DeviceMesh), expected)
         mesh = as_mesh("visualize: mesh", mesh)
         rank, size = current_world()
     with imagined_rank(rank, size, data=data), _without_addresses():
@@ -127,7 +131,7 @@ def _imagined(mesh: Any, data: bool = True) -> Iterator[ProcessMesh]:
             ranks = np.arange(size).reshape(tuple(mesh.values()))
             yield ProcessMesh(ranks, tuple(mesh))
         else:
-            root = ProcessMesh(mesh.root.mesh, mesh.root.dim_names, mesh.device_type)
+            root = ProcessMesh(mesh.root.mesh, mesh.root.dim_names, "cpu")
             yield root if mesh.root is mesh else root[mesh.dim_names]
 
 
@@ -166,7 +170,9 @@ def _planned(
     degrees = strategy.degrees(ranks)
     with imagined_rank(0, ranks), _without_addresses():
         copied = _copy(module)
-        strategy.apply(copied, plan=plan, layers=layers, init=_leave)
+        # the bytes do not depend on the device, which this process may not have
+        on_cpu = replace(strategy, device_type="cpu")
+        on_cpu.apply(copied, plan=plan, layers=layers, init=_leave)
         return Table.of(copied, f"{type(module).__name__} under {degrees} on {ranks} ranks")
 
 

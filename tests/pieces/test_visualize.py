@@ -312,7 +312,8 @@ def test_a_strategy_of_many_ranks_is_shown_in_one_process() -> None:
     assert "pp=2 x dp=2 x sharding=8 x cp=1 x tp=4 on 128 ranks" in table.title
     assert len(str(table).splitlines()) < 12 and "4 x 128.00 KiB" in str(table)
     assert set(table.nbytes.values()) == {4 * (512 // 8 * 512 + 512 // 8) * 4}
-    assert len(dt.visualize(model, strategy=dt.Strategy(tp=2, sharding=3)).nbytes) == 6
+    on_cuda = dt.Strategy(tp=2, sharding=3, device_type="cuda")
+    assert len(dt.visualize(model, strategy=on_cuda).nbytes) == 6
     assert all(p.is_meta for p in model.parameters()) and not dist.is_initialized()
 
 
