@@ -13,7 +13,9 @@ from torch import nn
 import disttensor as dt
 
 local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # processes on this node; torchrun sets it
-strategy = dt.Strategy(tp=local, zero_stage=3)  # consecutive ranks, of one node, differ in tp
+device = "cuda" if torch.cuda.is_available() else "cpu"  # each process takes cuda:LOCAL_RANK
+# Consecutive ranks, which are on one node, differ in tp.
+strategy = dt.Strategy(tp=local, zero_stage=3, device_type=device)
 stage, places = strategy.stages()[0], strategy.batch(sequence=None)
 
 torch.manual_seed(0)  # weights and data are global values, the same on every rank
