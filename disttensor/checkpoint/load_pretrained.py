@@ -19,6 +19,7 @@ from disttensor.core.mesh import ProcessMesh, as_mesh
 from disttensor.nn.names import close_to
 from disttensor.nn.parameters import slots
 from disttensor.nn.shard_module import a_module, check_plan, shard_module
+from disttensor.progress import bar
 from disttensor.tensor.checkpointable import prepare_to_read
 from disttensor.tensor.dist_tensor import DistTensor
 
@@ -92,8 +93,11 @@ def load_into(
             f"pretrained.load: {meta[0]} is on the meta device; give mesh= and plan=, or shard the "
             "model first"
         )
-    for name, found in parts.items():
-        _fill(state[name], found)
+    sizes = {name: _local(state[name]).nbytes for name in parts}
+    with bar("loading", sum(sizes.values()), "B") as advance:
+        for name, found in parts.items():
+            _fill(state[name], found)
+            advance(sizes[name])
     return model
 
 
@@ -191,6 +195,10 @@ def _lacking(model: nn.Module, parts: dict[str, Any], init: Any) -> Callable[[nn
             own.reset_parameters() if chosen is None else chosen(module)
 
     return made
+
+
+def _local(x: Any) -> Tensor:
+    return x.local if isinstance(x, DistTensor) else x
 
 
 def _fill(x: Any, parts: list[Part]) -> None:
