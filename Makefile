@@ -139,7 +139,7 @@ clean:
 # Installed once, and again when the requirements change.
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(PIP) --editable '.[test,plot,progress,examples]'
+	$(PIP) --editable '.[test,plot,progress,examples,lightning]'
 	touch $@
 
 # No compiler is no error: setup.py says that it is optional.

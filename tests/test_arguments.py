@@ -435,6 +435,7 @@ BAD: dict[str, dict[str, str]] = {
         "module": MODULE, "mesh": f"None {MESH}", "plan": PLAN, "init": "3 'x'"},
     "dt.from_pretrained(lin())": {
         "model": "None 3 [lin()]", "strategy": "3 'dp' {}", "dtype": "3 'f32'"},
+    "dt.integrations.lightning_strategy(dt.Strategy())": {"strategy": "None 3 'dp'"},
     "dt.integrations.one_process()": {"device_type": "'tpu' 3"},
     "dt.integrations.shard_accelerator(lin(),dt.Strategy())": {
         "accelerator": "None 3 lin()", "strategy": "None 3 'dp'"},
@@ -535,6 +536,7 @@ FREE = {
     "shard_trainer: plan", "shard_trainer: layers",  # passed on to Strategy.apply
     "shard_accelerator: plan", "shard_accelerator: layers",
     "from_pretrained: plan", "from_pretrained: layers",
+    "lightning_strategy: plan", "lightning_strategy: layers",
 }  # fmt: skip
 # Values that the library makes. What takes one of them checks it.
 RESULTS = {

@@ -44,7 +44,9 @@ MODULES = {
     ],
     "disttensor.experts": ["combine_tokens", "dispatch_tokens", "expert_load"],
     "disttensor.fsdp": ["SegmentByAnchors", "SegmentBySize", "unshard"],
-    "disttensor.integrations": ["one_process", "shard_accelerator", "shard_trainer"],
+    "disttensor.integrations": [
+        "lightning_strategy", "one_process", "shard_accelerator", "shard_trainer",
+    ],
     "disttensor.optim": ["shard_scaler"],
     "disttensor.pipeline": [
         "Action", "Costs", "Event", "Recorder", "Schedule", "Split", "Tick", "Timeline",

@@ -1,0 +1,94 @@
+"""lightning_strategy: Lightning's Trainer gives the losses and files of one process."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import disttensor as dt
+from disttensor.comm.process_group import world
+from tests.support.pool import run_on_ranks
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("lightning") is None, reason="lightning is not installed"
+)
+
+
+def fitted(
+    degrees: dict[str, int] | None, folder: Path, steps: int = 8, start: Path | None = None
+) -> tuple[dict[str, float], list[Any]]:
+    """Returns the logged numbers of the last step, and the learned values."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import lightning
+
+        class Module(lightning.LightningModule):
+            def __init__(self):
+                super().__init__()
+                torch.manual_seed(0)
+                self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 3)
+
+            def forward(self, x):
+                return self.down(self.up(x).tanh())
+
+            def training_step(self, batch, number):
+                x, y = batch
+                loss = nn.functional.cross_entropy(self(x), y)
+                self.log("loss", loss)
+                return loss
+
+            def validation_step(self, batch, number):
+                x, y = batch
+                self.log("right", (self(x).argmax(-1) == y).float().mean())
+
+            def configure_optimizers(self):
+                return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+        torch.manual_seed(1)
+        data = TensorDataset(torch.randn(40, 6), torch.randint(3, (40,)))
+        plan = {"up.*": {"tp": dt.Shard(0)}, "down.weight": {"tp": dt.Shard(1)}}
+        with contextlib.ExitStack() as around:
+            options: dict[str, Any] = {}
+            if degrees:
+                around.enter_context(dt.integrations.one_process())
+                around.enter_context(dt.values_everywhere())
+                options["strategy"] = dt.integrations.lightning_strategy(
+                    dt.Strategy(**degrees), plan, layers=["up", "down"]
+                )
+            trainer = lightning.Trainer(
+                accelerator="cpu", devices=1, max_steps=steps, default_root_dir=str(folder),
+                logger=False, enable_progress_bar=False, enable_model_summary=False,
+                accumulate_grad_batches=2, gradient_clip_val=0.5, num_sanity_val_steps=0, **options,
+            )  # fmt: skip
+            trainer.fit(
+                Module(), DataLoader(data, 5), DataLoader(data, 7), ckpt_path=start and str(start)
+            )
+            trainer.save_checkpoint(folder / str(world()[0]) / "end.ckpt")
+            numbers = {name: float(x) for name, x in trainer.callback_metrics.items()}
+            values = [dt.broadcast_value(p).tolist() for p in trainer.model.parameters()]
+    return numbers, values
+
+
+@pytest.mark.limit(240)
+@pytest.mark.parametrize("axis", ["dp", "tp", "sharding", "pp"])
+def test_two_ranks_fit_what_one_process_does(axis: str, tmp_path: Path) -> None:
+    numbers, values = run_on_ranks(1, fitted, None, tmp_path / "one", timeout=100)[0]
+    run_on_ranks(2, partial(fitted, steps=4), {axis: 2}, tmp_path, timeout=100)
+    assert (tmp_path / "0" / "end.ckpt").exists() and not (tmp_path / "1").exists()
+    other = {"sharding": 2} if axis != "sharding" else {"tp": 2}
+    for run, degrees in (
+        (fitted, {axis: 2}), (partial(fitted, start=tmp_path / "0" / "end.ckpt"), other)
+    ):  # fmt: skip
+        for mine, theirs in run_on_ranks(2, run, degrees, tmp_path / "on", timeout=100):
+            assert mine == pytest.approx(numbers, rel=1e-4)
+            for p, q in zip(theirs, values, strict=True):
+                torch.testing.assert_close(torch.tensor(p), torch.tensor(q), rtol=1e-4, atol=1e-4)
