@@ -74,8 +74,11 @@ def test_both_programs_print_what_the_page_shows(name: str) -> None:
     page = f"docs/coming_from/{name}.md"
     (shown,) = (text for kind, _, text in blocks(page) if kind == "text")
     ranks, package = PAGES[name]
+    installed = importlib.util.find_spec(package)
+    if name == "transformers" and not installed:  # our program uses its Trainer
+        pytest.skip("transformers is not installed")
     programs = [(1, 1), (2 if name == "pipelining" else 4, 1)]
-    if ranks and importlib.util.find_spec(package):
+    if ranks and installed:
         programs.append((ranks, 0))
     for ranks, which in programs:
         lines = "".join(run_on_ranks(ranks, printed, page, which, timeout=120))
