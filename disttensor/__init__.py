@@ -45,6 +45,8 @@ with _versions.importing():
     from disttensor.fsdp.torch_names import fully_shard, replicate
     from disttensor.parallel.strategy import Strategy
     from disttensor.pieces.visualize import visualize
+    from disttensor.launching.launch import launch
+    from disttensor.launching.local_ranks import local_ranks
     from disttensor import (  # noqa: F401
         attention, debugging, experts, fsdp, integrations, optim, patches, pipeline, pretrained,
         random, simulate,
@@ -60,9 +62,10 @@ __all__ = [
     "Checkpointer", "DistTensor", "Partial", "Placement", "ProcessMesh", "Replicate", "Shard",
     "Strategy", "accumulate", "arange", "broadcast_value", "clip_grad_norm_", "distribute_tensor",
     "empty", "from_dtensor", "from_local", "from_pretrained", "full", "fully_shard", "init_mesh",
-    "local_map", "manual_seed", "ones", "rand", "randint", "randn", "randperm", "replay",
-    "replicate", "reshard", "shard_data_parallel", "shard_loader", "shard_module",
-    "shard_tensor", "sync_gradients", "to_dtensor", "values_everywhere", "visualize", "zeros",
+    "launch", "local_map", "local_ranks", "manual_seed", "ones", "rand", "randint", "randn",
+    "randperm", "replay", "replicate", "reshard", "shard_data_parallel", "shard_loader",
+    "shard_module", "shard_tensor", "sync_gradients", "to_dtensor", "values_everywhere",
+    "visualize", "zeros",
 ]  # fmt: skip
 
 # Names of 0.1 and their places now; the old ones are removed in 0.3.

@@ -7,6 +7,7 @@
 """
 
 from disttensor.api.info import info
+from disttensor.api.pieces import pieces
 from disttensor.comm.compare_programs import compare_ranks
 from disttensor.comm.log import CommLog, CommRecord, record_comms
 from disttensor.dispatch.explain import Explanation, explain
@@ -15,5 +16,5 @@ from disttensor.fsdp.replicas import check_replicas
 
 __all__ = [
     "CommLog", "CommRecord", "Explanation", "check_replicas", "compare_ranks", "explain", "info",
-    "record_comms", "strict",
+    "pieces", "record_comms", "strict",
 ]  # fmt: skip

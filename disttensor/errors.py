@@ -15,7 +15,7 @@ from torch.overrides import resolve_name
 
 __all__ = [
     "CommError", "CustomFunctionError", "DistTensorError", "FallbackWarning", "MismatchError",
-    "SimulationError", "StrictError",
+    "RankError", "SimulationError", "StrictError",
 ]  # fmt: skip
 
 _ROOT = Path(__file__).parents[1]
@@ -131,6 +131,20 @@ class CommError(DistTensorError):
     >>> issubclass(dt.errors.CommError, RuntimeError)
     True
     """
+
+
+class RankError(DistTensorError):
+    """The first error of a process that ``dt.launch`` or ``dt.local_ranks`` has started, with the
+    traceback of that process. ``rank``: its rank.
+
+    >>> error = dt.errors.RankError("launch: rank 1 of 2: ValueError: ...", 1)
+    >>> error.rank
+    1
+    """
+
+    def __init__(self, text: str, rank: int = -1) -> None:
+        super().__init__(text)
+        self.rank = rank
 
 
 class CustomFunctionError(DistTensorError):

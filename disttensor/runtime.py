@@ -42,6 +42,7 @@ class Runtime:
     raised: Any = None
     posted: Any = None
     is_given_up: bool = False
+    posts_errors: bool = True  # False: a debugger may stop this rank
     steps: Any = None  # disttensor.comm.compare_programs
     buffers: Any = None  # disttensor.comm.buffers
     number: int = 0  # of the worlds of this process

@@ -46,10 +46,11 @@ __all__ = [
     "module_call", "need", "next_node", "next_number", "nn_functions", "no_dispatch",
     "no_function_mode", "no_torch_function", "node_number", "outside_function_modes",
     "outside_modes", "outside_transforms",
-    "pop_dispatch_mode", "pop_function_mode", "process_groups_aside", "push_dispatch_mode",
-    "push_function_mode", "reduce_scatter_single", "refuse_memory", "renumber", "root_of",
-    "run_backward", "schemas_named", "schemas_of", "seeded_since", "set_timeout", "set_versions",
-    "start_fake_world", "storage_id", "storage_users", "swap_memory", "tensor_users", "timeout_of",
+    "pop_dispatch_mode", "pop_function_mode", "process_groups", "process_groups_aside",
+    "push_dispatch_mode", "push_function_mode", "reduce_scatter_single", "refuse_memory",
+    "renumber", "root_of", "run_backward", "schemas_named", "schemas_of", "seeded_since",
+    "set_timeout", "set_versions", "start_fake_world", "storage_id", "storage_users",
+    "swap_memory", "tensor_users", "timeout_of",
     "top_saved_tensors_hooks", "torch_functions_are_seen", "transform_ends", "unboxed_group",
     "users_of_storage", "without_fakes", "world_hidden",
 ]  # fmt: skip
@@ -479,6 +480,11 @@ def process_groups_aside() -> Iterator[None]:
         _default_set(default)
         world.group_count, sys.excepthook = count, hook
         c10d._world = seen
+
+
+def process_groups() -> list[Any]:
+    """Returns all process groups of this process."""
+    return list(c10d._world.pg_map)
 
 
 def start_fake_world(rank: int, size: int) -> None:

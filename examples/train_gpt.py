@@ -6,7 +6,7 @@
     torchrun --nproc-per-node 4 examples/train_gpt.py --sharding 4 --zero 3   # each holds a quarter
     torchrun --nproc-per-node 4 --max-restarts 3 examples/train_gpt.py --save out/run   # goes on
     torchrun --nproc-per-node 4 examples/train_gpt.py --sharding 4 --experts 8    # two on each rank
-    python examples/launch.py 4 examples/train_gpt.py --pp 2 --tp 2           # with shorter errors
+    python -m disttensor.run --nproc 4 examples/train_gpt.py --pp 2 --tp 2    # with shorter errors
 
 The model (gpt.py) and the training loop are ordinary PyTorch. What puts them on processes is a
 ``dt.Strategy``, which options.py makes of the command line, PLAN, which says how layers are split

@@ -375,6 +375,11 @@ BAD: dict[str, dict[str, str]] = {
         **FULL, "size": "(-1,) 1.5 '4' (True,) None", "fill_value": "None 'x' x"},
     "dt.experts.expert_load(lin())": {"model": MODULE},
     "dt.debugging.explain(torch.relu,x)": {"func": FUNCTION},
+    "dt.debugging.pieces(x)": {"x": "None 3 t"},
+    "dt.launch(step,2)": {
+        "fn": FUNCTION, "nprocs": COUNT, "args": "None 3 'x'", "timeout": "0 -1 'x'",
+        "start_method": "3 'x' 'forkserver'"},
+    "dt.local_ranks(2)": {"nprocs": COUNT, "output": "None 3 'some'"},
     "dt.from_dtensor(dt.to_dtensor(x))": {"x": "None 3 t x"},
     "dt.api.create.from_fn(torch.ones,grid(),(S0,R),(4,))": {
         **FULL, "kwargs": MADE["kwargs"], "fn": FUNCTION, "shape": "-1 (1.5,) '4' True None t",

@@ -15,16 +15,17 @@ from tests.test_imports import FILES
 
 # Most lines of Python: of a package, or of the modules at the root ("root").
 LINES = {
-    "api": 880,
+    "api": 910,
     "autograd": 1_345,
     "checkpoint": 1_690,
-    "comm": 3_235,
+    "comm": 3_250,
     "core": 1_180,
     "data": 460,
     "dispatch": 2_540,
     "experts": 600,
     "fsdp": 3_200,
     "integrations": 804,
+    "launching": 760,
     "meta": 420,
     "nn": 765,
     "ops": 8_700,
@@ -35,12 +36,12 @@ LINES = {
     "pipeline": 3_150,
     "random": 845,
     "reshard": 1_600,
-    "root": 1_885,
+    "root": 2_135,
     "simulate": 5_370,
     "tensor": 2_815,
     "trace": 2_295,
 }  # fmt: skip
-MUTABLE = 105  # objects of modules that change: dicts, lists, sets, caches, context variables
+MUTABLE = 106  # objects of modules that change: dicts, lists, sets, caches, context variables
 CALLBACKS = 10  # in disttensor/callbacks.py
 SAME_NAME = 0  # names that several classes have
 CONTAINERS = {

@@ -22,7 +22,7 @@ from tests.support.pool import run_on_ranks
 
 RUN_PAGES = str(Path(pages.__file__))
 PAGES = sorted(str(p.relative_to(ROOT)) for p in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-LAUNCH = [str(ROOT / "examples" / "launch.py"), "4"]
+LAUNCH = ["-m", "disttensor.run", "--nproc", "4"]
 PATIENCE = 200.0  # seconds: all pages on four processes, which share two cores
 PROGRAMS = [p for p in PAGES if program(p) and "coming_from" not in p]  # test_coming_from.py
 EXAMPLES = {"ours.py", "theirs.py", "train.py"}  # files of the reader's own

@@ -54,6 +54,9 @@ ROOMS = (
     "debugging",
     "pretrained",
     "integrations",
+    "launching",
+    "run",
+    "doctor",
 )
 
 # The families of rules, from the bottom up, above the engine at the root of ``ops``.

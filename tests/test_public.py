@@ -28,19 +28,20 @@ NAMES = [
     "Checkpointer", "DistTensor", "Partial", "Placement", "ProcessMesh", "Replicate", "Shard",
     "Strategy", "accumulate", "arange", "broadcast_value", "clip_grad_norm_", "distribute_tensor",
     "empty", "from_dtensor", "from_local", "from_pretrained", "full", "fully_shard", "init_mesh",
-    "local_map", "manual_seed", "ones", "rand", "randint", "randn", "randperm", "replay",
-    "replicate", "reshard", "shard_data_parallel", "shard_loader", "shard_module",
-    "shard_tensor", "sync_gradients", "to_dtensor", "values_everywhere", "visualize", "zeros",
+    "launch", "local_map", "local_ranks", "manual_seed", "ones", "rand", "randint", "randn",
+    "randperm", "replay", "replicate", "reshard", "shard_data_parallel", "shard_loader",
+    "shard_module", "shard_tensor", "sync_gradients", "to_dtensor", "values_everywhere",
+    "visualize", "zeros",
 ]  # fmt: skip
 MODULES = {
     "disttensor.attention": ["Balanced", "policy"],
     "disttensor.debugging": [
         "CommLog", "CommRecord", "Explanation", "check_replicas", "compare_ranks", "explain",
-        "info", "record_comms", "strict",
+        "info", "pieces", "record_comms", "strict",
     ],
     "disttensor.errors": [
         "CommError", "CustomFunctionError", "DistTensorError", "FallbackWarning", "MismatchError",
-        "SimulationError", "StrictError",
+        "RankError", "SimulationError", "StrictError",
     ],
     "disttensor.experts": ["combine_tokens", "dispatch_tokens", "expert_load"],
     "disttensor.fsdp": ["SegmentByAnchors", "SegmentBySize", "unshard"],

@@ -290,7 +290,7 @@ def test_without_a_mesh_the_first_call_starts_the_process_group(tmp_path: Path) 
     script = tmp_path / "first.py"
     script.write_text(FIRST_CALLS)
     done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "launch.py"), "2", str(script)],
+        [sys.executable, "-m", "disttensor.run", "--nproc", "2", str(script)],
         env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     assert "2 (Shard(0),)" in done.stdout, done.stdout + done.stderr

@@ -116,10 +116,13 @@ class Watcher:
                 self.received.add(key)
 
     def failed_rank(self, ranks: Sequence[int] = ()) -> int | None:
-        """Returns a rank (of ``ranks``) whose process has ended; None: all live. Processes on this
-        machine are looked up; on others a rank has ended if it has no heartbeat for some time."""
+        """Returns a rank (of ``ranks``) that has left the world or whose process has ended, or
+        None. Processes on this machine are looked up; on others a rank has ended if it has no
+        heartbeat for some time."""
         elsewhere = {}
         for r in ranks or range(self.size):
+            if self.store.check([f"left/{r}"]):
+                return r
             machine, _, pid = (read_key(self.store, f"process/{r}") or "").rpartition(" ")
             if machine and machine != _machine():
                 elsewhere[r] = self.store.add(f"beat/{r}", 0)
@@ -308,7 +311,7 @@ callbacks.on_report["asked"] = _report_place
 
 
 @atexit.register
-def _leave() -> None:
+def leave() -> None:
     """Records that this rank ends. The rank that keeps the store waits for the others."""
     watcher = last_runtime().watcher
     if watcher:

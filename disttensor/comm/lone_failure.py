@@ -61,7 +61,7 @@ def note_failed_run(error: BaseException) -> None:
 
 def _note(error: BaseException, ranks: Sequence[int], mark: Any, seconds: float) -> None:
     now = last_runtime()
-    if not now.watcher or len(ranks) < 2:
+    if not now.watcher or len(ranks) < 2 or not now.posts_errors:
         return
     trace, text = error.__traceback__, type(error).__name__
     while trace is not None and trace.tb_next is not None:

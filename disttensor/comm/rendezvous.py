@@ -14,6 +14,7 @@ from disttensor.comm.groups import process_group
 from disttensor.comm.process_group import is_fake, missing_ranks, read_key, world, world_store
 from disttensor.errors import CommError
 from disttensor.runtime import current_runtime
+from disttensor.torch_private import timeout_of
 
 
 class _Wanted(NamedTuple):
@@ -27,7 +28,7 @@ class _Wanted(NamedTuple):
 
 
 def create_groups(
-    groups: Iterable[tuple[Sequence[int], Sequence[str], str]], timeout: float = 300.0
+    groups: Iterable[tuple[Sequence[int], Sequence[str], str]], timeout: float | None = None
 ) -> None:
     """Creates the process groups of all ``(ranks, axes, lane)``, in the same order on all ranks, so
     that no two ranks wait for each other in different groups.
@@ -36,7 +37,8 @@ def create_groups(
     not in. The call returns when all ranks have created their groups; ``new_group`` then finds
     them. A group of one rank needs no communicator and is skipped. Raises ValueError for ranks that
     are not in the world. Raises CommError, naming the ranks, if ranks do not arrive, request
-    different groups, or cannot create one; each wait takes at most ``timeout`` seconds.
+    different groups, or cannot create one; each wait takes at most ``timeout`` seconds (None: the
+    time limit of the process group).
     """
     rank, size = world()
     names: dict[tuple[tuple[int, ...], str], tuple[str, ...]] = {}
@@ -58,6 +60,8 @@ def create_groups(
         return
     wanted = [_Wanted(*key, axes) for key, axes in sorted(names.items())]
     now = current_runtime()
+    usual = timeout_of(now.default)
+    timeout = timeout or (usual.total_seconds() if usual else 600.0)
     store = dist.PrefixStore(f"groups{now.meetings}", world_store())
     now.meetings += 1
     _agree(store, wanted, timeout)

@@ -9,6 +9,7 @@ for many messages at a time: a wake for each message would slow down the program
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import threading
 import time
@@ -124,8 +125,18 @@ def flush(seconds: float | None = None) -> None:
     check_delivered()
 
 
+def _after_fork() -> None:
+    """Starts anew in a forked process, which has no thread that delivers."""
+    global QUEUE
+    QUEUE = SendQueue()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
 @atexit.register
-def _leave() -> None:
+def leave() -> None:
     """Waits at exit for undelivered messages; after an error, for two seconds only."""
     if QUEUE.used:
         QUEUE.flush(2.0 if hasattr(sys, "last_value") else EXIT_SECONDS)

@@ -125,7 +125,7 @@ def test_the_rank_that_keeps_the_store_posts_its_end_to_those_that_still_run(
         monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
     else:
         monkeypatch.delattr(sys, "last_value", raising=False)
-    failure_watch._leave()
+    failure_watch.leave()
     told = ["rank 0 has ended its program before the others"]
     assert posted == (told if ended < 2 and not raised else [])
 

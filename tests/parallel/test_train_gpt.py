@@ -24,7 +24,7 @@ from tests.support.pool import run_on_ranks
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "examples" / "train_gpt.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-LAUNCH = [sys.executable, str(ROOT / "examples" / "launch.py"), "4"]
+LAUNCH = [sys.executable, "-m", "disttensor.run", "--nproc", "4"]
 TINY = ["--layers=2", "--width=32", "--heads=4", "--context=16", "--batch=4", "--bytes=200000"]
 
 PATIENCE = 100.0  # seconds for a job that is not stuck

@@ -1,0 +1,205 @@
+"""launch: results, the first error, and the end of all ranks, on real processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import disttensor as dt
+from disttensor import run
+from tests.support import forked
+from tests.support.pages import blocks
+
+SECONDS = 10.0  # "soon"
+
+
+def double(x: float) -> float:
+    return 2 * x
+
+
+def a_sum(n: int, size: int) -> float:
+    return dt.ones(n, mesh=dt.init_mesh((size,)), placements=[dt.Shard(0)]).sum().item()
+
+
+def test_results_of_all_ranks_come_back_by_rank() -> None:
+    base = torch.arange(3.0)
+
+    def total(n: int) -> tuple[int, float, torch.Tensor]:
+        value = a_sum(n, 3)
+        return int(os.environ["RANK"]), value, base + value
+
+    results = dt.launch(total, 3, (5,))
+    assert [(rank, value) for rank, value, _ in results] == [(0, 5.0), (1, 5.0), (2, 5.0)]
+    assert all(x.equal(torch.tensor([5.0, 6.0, 7.0])) for *_, x in results)
+    assert "RANK" not in os.environ and not torch.distributed.is_initialized()
+    assert dt.launch(sys.exit, 1, (0,)) == [None]
+
+
+def test_ranks_can_be_spawned() -> None:
+    assert dt.launch(double, 1, (1.5,), start_method="spawn") == [3.0]
+
+
+def test_ranks_compute_after_their_parent_has_used_threads() -> None:
+    """The threads of OpenMP and of a backward do not survive a fork."""
+
+    def work() -> float:
+        x = torch.ones(300, 300, requires_grad=True)
+        (x @ x).sum().backward()
+        return x.grad[0, 0].item() + a_sum(4, 2)
+
+    torch.set_num_threads(2)
+    try:
+        big = torch.randn(700, 700, requires_grad=True)
+        (big @ big).sum().backward()
+        assert dt.launch(work, 2, timeout=60) == [604.0, 604.0]
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_output_of_ranks_comes_in_whole_lines() -> None:
+    """In a notebook each write is shown, and a print writes its parts one by one."""
+
+    class Notebook:
+        def write(self, text: str) -> None:
+            os.write(1, text.encode())
+
+        def flush(self) -> None:
+            pass
+
+    def program() -> None:
+        sys.stdout = sys.stderr = Notebook()
+        dt.launch(lambda: [print("one", "line") for _ in range(50)], 3)
+
+    status, out = forked.run(program)
+    assert status == 0 and out == "one line\n" * 150, out
+
+
+def fails(how: Callable[[], Any]) -> Callable[[], Any]:
+    """On rank 1, while the others wait for it."""
+
+    def work() -> Any:
+        a_sum(4, 3)
+        if os.environ["RANK"] == "1":
+            return how()
+        return a_sum(5, 3)
+
+    return work
+
+
+def bad() -> None:
+    raise ValueError("a bad value")
+
+
+ERRORS = {
+    "raises": (
+        bad,
+        r"ValueError: a bad value\n\nTraceback .*in work\n.*in bad\n.*ValueError: a bad",
+    ),
+    "killed": (
+        lambda: os.kill(os.getpid(), signal.SIGKILL),
+        r"\(process \d+\) was killed by SIGKILL",
+    ),
+    "exits": (lambda: os._exit(3), r"\(process \d+\) ended with exit code 3"),
+    "sys.exit": (lambda: sys.exit("no data"), "SystemExit: no data"),
+}
+
+
+@pytest.mark.parametrize("how", ERRORS)
+def test_the_first_error_comes_back_with_its_rank_and_traceback(how: str) -> None:
+    function, words = ERRORS[how]
+    start = time.monotonic()
+    with pytest.raises(dt.errors.RankError, match=r"^launch: rank 1 of 3") as caught:
+        dt.launch(fails(function), 3)
+    assert caught.value.rank == 1
+    assert re.search(words, str(caught.value), re.DOTALL), caught.value
+    assert "run_rank" not in str(caught.value)  # no frames of the launcher
+    assert time.monotonic() - start < SECONDS
+
+
+def test_a_result_that_cannot_be_sent_is_an_error_that_says_so() -> None:
+    with pytest.raises(dt.errors.RankError, match=r"rank 0 .* of type generator, cannot be sent"):
+        dt.launch(lambda: (i for i in range(3)), 1)
+    with pytest.raises(RuntimeError, match=r"result of rank 0 .*return x.full_tensor\(\)"):
+        dt.launch(lambda: dt.ones(2, mesh=dt.init_mesh((2,))), 2)
+
+
+def test_a_time_limit_ends_all_ranks() -> None:
+    with pytest.raises(TimeoutError, match=r"ranks \[1\] of 2 had not ended after 1.5 s"):
+        dt.launch(lambda: time.sleep(100 * int(os.environ["RANK"])), 2, timeout=1.5)
+
+
+@pytest.mark.parametrize(
+    "by", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM], ids=lambda s: s.name
+)
+@pytest.mark.parametrize("how", ["launch", "local_ranks", "run"])
+def test_no_rank_is_left_when_the_parent_is_ended(
+    how: str, by: signal.Signals, tmp_path: Path
+) -> None:
+    """The output of the program is at its end when no process is left."""
+    script = tmp_path / "loop.py"
+    script.write_text("import os\nos.write(1, b'rank ')\nwhile True: pass")
+
+    def busy(write: int) -> None:
+        x = dt.ones(4, mesh=dt.init_mesh((2,)), placements=[dt.Shard(0)])
+        x.sum().item()
+        os.write(write, b"rank ")
+        while True:
+            if os.environ["RANK"] == "1":  # the other rank waits for it
+                time.sleep(0.01)
+            x.sum().item()
+
+    def program() -> int | None:
+        if how == "run":
+            return run.main(["--nproc=2", str(script)])
+        if how == "launch":
+            dt.launch(busy, 2, (1,))
+        write = os.dup(1)  # the output of rank 1 is silenced
+        with dt.local_ranks(2):
+            busy(write)
+        return 0
+
+    pid, out = forked.start(program)
+    seen = ""
+    while seen.count("rank ") < 2:
+        seen += out.read(1)
+    os.kill(pid, by)
+    killed = time.monotonic()
+    status, text = forked.end_of(pid, out)
+    assert time.monotonic() - killed < SECONDS
+    if by == signal.SIGINT:
+        assert "KeyboardInterrupt" in text or "interrupted: all 2 processes have ended" in text
+        assert status in (1, 130)
+    elif by == signal.SIGKILL:
+        assert status == -by
+
+
+def test_what_cannot_be_launched_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(RuntimeError, match=r"launch: .* started as a rank \(RANK in the env"):
+        dt.launch(double, 2, (1,))
+    monkeypatch.delenv("RANK")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(RuntimeError, match="start_method='fork': this process has used CUDA"):
+        dt.launch(double, 2, (1,), start_method="fork")
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+    monkeypatch.setattr(double, "__module__", "__main__")
+    with pytest.raises(RuntimeError, match="double is defined in a notebook or a shell"):
+        dt.launch(double, 2, (1,))
+
+
+def test_the_page_prints_what_it_shows() -> None:
+    found = [*blocks("docs/launching.md")]
+    code = "\n".join(text for language, _, text in found if language == "py")
+    shown = [text for language, _, text in found if language == "text"]
+    status, out = forked.run(lambda: exec(code, {"__name__": "__main__"}))
+    assert status == 0 and out.splitlines() == "\n".join(shown).splitlines(), out
