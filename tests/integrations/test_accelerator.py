@@ -55,6 +55,8 @@ def looped(
         skipped = 4 if start else 0
         if start:
             accelerator.load_state(str(start))
+            for p, state in optimizer.state.items():  # read into the layout of the parameter
+                assert state["exp_avg"].placements == p.placements
         for x, y in list(loader)[skipped:]:
             with accelerator.accumulate(model):
                 loss = nn.functional.cross_entropy(model(x), y)
@@ -92,3 +94,16 @@ def test_a_loop_on_two_ranks_is_that_of_one_process(axis: str, tmp_path: Path) -
     run = partial(looped, start=tmp_path / "0" / "state")
     again = run_on_ranks(2, run, other, tmp_path / "on", timeout=120)[0]
     assert again[0] == pytest.approx(losses[4:], rel=1e-4)
+
+
+def outside() -> None:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    with pytest.raises(RuntimeError, match=r"inside: with dt.integrations.one_process\(\):"):
+        dt.integrations.shard_accelerator(Accelerator(cpu=True), dt.Strategy())
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_an_accelerator_that_was_made_outside_of_the_block_is_refused() -> None:
+    run_on_ranks(2, outside)

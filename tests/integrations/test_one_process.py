@@ -17,6 +17,7 @@ from torch.utils.data import DistributedSampler
 import disttensor as dt
 from disttensor.comm.rendezvous import create_groups
 from disttensor.integrations import one_process
+from disttensor.integrations.one_process import _see_own_device
 from tests.support.pool import on_ranks
 
 R, S0 = dt.Replicate(), dt.Shard(0)
@@ -135,6 +136,7 @@ def test_batch_norm_that_syncs_counts_the_batch_once():
 @on_ranks(2)
 def test_accelerate_looks_again_inside_and_after_the_block():
     state = pytest.importorskip("accelerate.state")
+    state.PartialState._reset_state()
     with launched():
         outside = state.PartialState(cpu=True)
         assert outside.num_processes == 2
@@ -153,3 +155,23 @@ def test_a_process_group_that_starts_in_the_block_is_an_error():
     with one_process() as process, pytest.raises(TypeError, match="folder: path"):
         process.folder(3)  # type: ignore[arg-type]
     dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("seen", "rank", "wanted"),
+    [
+        ("", "1", "1"),
+        ("4,6", "1", "6"),
+        ("6", "0", "6"),
+        ("6", "1", "6"),
+        ("GPU-a,GPU-b", "0", "GPU-a"),
+    ],
+)
+def test_a_rank_sees_its_own_device_only(
+    monkeypatch: pytest.MonkeyPatch, seen: str, rank: str, wanted: str
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    _see_own_device()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == wanted
+    assert os.environ["LOCAL_RANK"] == ("1" if (seen, rank) == ("6", "1") else "0")
