@@ -1,4 +1,5 @@
-"""The pages that describe the code keep up with it: docs/errors.md quotes messages that exist."""
+"""The pages of the site keep up with the code: docs/errors.md quotes messages that exist, and the
+cells of the notebooks run in one process. ``make docs`` builds the site and opens its pages."""
 
 from __future__ import annotations
 
@@ -8,9 +9,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.pages import ROOT
+from tests.support.pages import ROOT, blocks
+from tests.test_docs import run
 from tests.test_imports import FILES
 
+NOTEBOOKS = ["docs/start/ten_minutes.md", "docs/start/one_page.md"]
 QUOTED = re.findall(r"^### `(.+)`$", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE)
 
 
@@ -40,3 +43,10 @@ def test_a_quoted_message_is_in_the_source(message: str, source: str) -> None:
 
 def test_the_page_of_errors_quotes_messages() -> None:
     assert len(QUOTED) == len(set(QUOTED)) >= 30
+
+
+@pytest.mark.limit(240)
+@pytest.mark.parametrize("page", NOTEBOOKS)
+def test_the_cells_of_a_notebook_run(page: str) -> None:
+    cells = [text for language, _, text in blocks(page) if language == "{code-cell} python"]
+    assert run("-c", "\n".join(cells))

@@ -50,7 +50,7 @@ class local_ranks:
             with their number).
 
     Returns:
-        The block receives its rank: ``with dt.local_ranks(8) as rank``.
+        To the block, its rank, as in ``with dt.local_ranks(8) as rank``.
 
     Raises:
         RankError: the first error of another rank, at the end of the block.
