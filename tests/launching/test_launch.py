@@ -31,6 +31,7 @@ def a_sum(n: int, size: int) -> float:
     return dt.ones(n, mesh=dt.init_mesh((size,)), placements=[dt.Shard(0)]).sum().item()
 
 
+@pytest.mark.feature("Starting")
 def test_results_of_all_ranks_come_back_by_rank() -> None:
     base = torch.arange(3.0)
 
