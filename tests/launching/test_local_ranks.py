@@ -182,8 +182,11 @@ def test_this_process_waits_for_ranks_that_still_work(monkeypatch: pytest.Monkey
         assert file.read() == "done"
 
 
-def test_a_waiting_rank_has_no_time_limit() -> None:
-    with dt.local_ranks(2):
+def test_a_waiting_rank_has_no_time_limit_and_ignores_ctrl_c_at_a_prompt() -> None:
+    with dt.local_ranks(2) as rank:
+        if rank:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert breakpoint() is None  # type: ignore[func-returns-value]
         dt.init_mesh((2,))
         assert timeout_of(default_group()).total_seconds() == FOREVER
 
@@ -211,10 +214,10 @@ def test_what_cannot_be_forked_is_refused_and_nothing_changes(
 
 
 PROGRAM = """
-import disttensor as dt
+import disttensor as dt, pdb
 with dt.local_ranks(3) as rank:
     x = dt.arange(6, mesh=dt.init_mesh((3,)), placements=[dt.Shard(0)])
-    breakpoint()
+    pdb.set_trace()
     y = x * 2
     total = y.sum().item()
     print("total", total)
@@ -224,7 +227,7 @@ SESSION = "p x\nn\np y.to_local()\np y.sum().item()\nn\nn\np total\nb 9\nc\nc\n"
 
 
 def test_a_debugger_steps_through_the_first_rank(tmp_path: Path) -> None:
-    """``breakpoint()``, a step over a collective, an error at the prompt, and a breakpoint."""
+    """A stop, a step over a collective, an error at the prompt, and a breakpoint."""
     (tmp_path / "program.py").write_text(PROGRAM)
     done = subprocess.run(
         [sys.executable, "program.py"], input=SESSION, capture_output=True, text=True, cwd=tmp_path,
