@@ -73,7 +73,7 @@ def block(side: Plain) -> Call:
     """The transformer block, tensor parallel over 8 ranks; the plain side is written by hand."""
     full = Block()
     x = side.place(torch.randn(BATCH, SEQ, BLOCK_WIDTH), None).requires_grad_()
-    if side.name == PLAIN:
+    if side.name.startswith(PLAIN):
         model = side.replicate(MegatronBlock(full, WORLD, dist.group.WORLD))
     else:
         model = side.shard(full, TP_PLAN)

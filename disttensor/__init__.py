@@ -36,6 +36,7 @@ with _versions.importing():
     from disttensor.api.from_local import from_local
     from disttensor.api.interop import from_dtensor, to_dtensor
     from disttensor.api.local_map import local_map
+    from disttensor.graphs.compile import compile
     from disttensor.trace.replay import replay
     from disttensor.data.shard_loader import shard_loader
     from disttensor.nn import tensor_parallel_plans as plans  # noqa: F401
@@ -60,12 +61,12 @@ __version__ = _versions.__version__
 
 __all__ = [
     "Checkpointer", "DistTensor", "Partial", "Placement", "ProcessMesh", "Replicate", "Shard",
-    "Strategy", "accumulate", "arange", "broadcast_value", "clip_grad_norm_", "distribute_tensor",
-    "empty", "from_dtensor", "from_local", "from_pretrained", "full", "fully_shard", "init_mesh",
-    "launch", "local_map", "local_ranks", "manual_seed", "ones", "rand", "randint", "randn",
-    "randperm", "replay", "replicate", "reshard", "shard_data_parallel", "shard_loader",
-    "shard_module", "shard_tensor", "sync_gradients", "to_dtensor", "values_everywhere",
-    "visualize", "zeros",
+    "Strategy", "accumulate", "arange", "broadcast_value", "clip_grad_norm_", "compile",
+    "distribute_tensor", "empty", "from_dtensor", "from_local", "from_pretrained", "full",
+    "fully_shard", "init_mesh", "launch", "local_map", "local_ranks", "manual_seed", "ones", "rand",
+    "randint", "randn", "randperm", "replay", "replicate", "reshard", "shard_data_parallel",
+    "shard_loader", "shard_module", "shard_tensor", "sync_gradients", "to_dtensor",
+    "values_everywhere", "visualize", "zeros",
 ]  # fmt: skip
 
 # Names of 0.1 and their places now; the old ones are removed in 0.3.

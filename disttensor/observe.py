@@ -53,8 +53,8 @@ class Observer:
         return local(*args, **kwargs)
 
     def run_step(self, step: Function, /, *args: Any, **kwargs: Any) -> Any:
-        """Runs a reshard of a local, or a custom autograd function of regular tensors, and returns
-        its result."""
+        """Runs a reshard of a local, a collective of a local function, or a custom autograd
+        function of regular tensors, and returns its result."""
         return step(*args, **kwargs)
 
     def read_local(self, read: Function, /, x: Any, axes: tuple[int, ...]) -> Any:
@@ -150,7 +150,8 @@ def run_local(local: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> A
 
 
 def run_step(step: Function, /, *args: Any, **kwargs: Any) -> Any:
-    """Runs a reshard of a local, or a custom autograd function of regular tensors."""
+    """Runs a reshard of a local, a collective of a local function, or a custom autograd function of
+    regular tensors."""
     for o in seeing_calls():
         step = partial(o.run_step, step)
     return step(*args, **kwargs)

@@ -39,6 +39,8 @@ TABLE = {
         dt.init_mesh((-1, -2)) dt.init_mesh((0,)) dt.init_mesh(4) dt.init_mesh("4")
         dt.init_mesh((4.0,)) dt.init_mesh((True,)) dt.init_mesh(None)""",
     "replay: target.*a module, or a function": "dt.replay(None) dt.replay(3) dt.replay(x)",
+    "compile: target.*a module, or a function": "dt.compile(None) dt.compile(3) dt.compile(x)",
+    "compile: backend.*a name, as 'inductor', or a function": "dt.compile(lin(), backend=3)",
     "init_mesh: dim_names=.*different names": """
         dt.init_mesh((2,2),"dp") dt.init_mesh((4,),(0,)) dt.init_mesh((4,),4)""",
     "device_type=.*a type of device that torch has": """
@@ -404,6 +406,7 @@ BAD: dict[str, dict[str, str]] = {
         "build_with": FUNCTION, "world": COUNT, "candidates": "3 'x' [3] []",
         "device": "None 'h100' 3", "network": "None 8 'x'", "memory": "'x' -1 0 True",
         "values": "'x' None", "like": "None 3 'x'", "most": f"None {COUNT}", "progress": "3 'x'"},
+    "dt.compile(lin())": {"target": "None 3 'x' t", "backend": "3 None"},
     "dt.replay(lin())": {"target": "None 3 'x' t"},
     "dt.reshard(x,grid(),(S0,R))": {
         "x": "None 'x'", "mesh": MESH, "placements": PLACED, "dims_mapping": MAPPING,
@@ -535,6 +538,7 @@ WORDS = {
 }  # fmt: skip
 # Parameters that take everything: they are passed on, or are a value that may be plain.
 FREE = {
+    "compile: options",  # of torch.compile
     "local_map: positional",  # deprecated
     "broadcast_value: x", "explain: args", "explain: kwargs", "from_fn: args", "save: state",
     "load: state",

@@ -40,6 +40,7 @@ ROOMS = (
     "optim",
     "api",
     "trace",
+    "graphs",
     "data",
     "experts",
     "nn",

@@ -7,16 +7,23 @@ from typing import Any, TypeVar
 
 import torch
 
+from disttensor import observe
 from disttensor.autograd import activation_checkpoint, functional, halo_exchange
 from disttensor.autograd.grad_types import GradType, move
 from disttensor.comm import collectives
 from disttensor.comm.work import finished
 from disttensor.core.layout import Axes, Layout
 from disttensor.core.spec import DistSpec
+from disttensor.observe import observers
 from disttensor.random import state
 
 Tensor = torch.Tensor
 T = TypeVar("T")
+
+
+def _step(func: Callable[..., Tensor], *args: Any) -> Tensor:
+    """Runs a function that communicates, which observers see."""
+    return observe.run_step(func, *args) if observers else func(*args)
 
 
 class MeshCollectives:
@@ -32,19 +39,19 @@ class MeshCollectives:
         return self.mesh.group(busy) if busy else None
 
     def psum(self, x: Tensor, axes: Axes) -> Tensor:
-        return functional.psum(x, self._group(axes))
+        return _step(functional.psum, x, self._group(axes))
 
     def pvary(self, x: Tensor, axes: Axes) -> Tensor:
-        return functional.pvary(x, self._group(axes)) if x.requires_grad else x
+        return _step(functional.pvary, x, self._group(axes)) if x.requires_grad else x
 
     def all_gather(self, x: Tensor, axes: Axes) -> Tensor:
-        return functional.all_gather(x, self._group(axes))
+        return _step(functional.all_gather, x, self._group(axes))
 
     def all_reduce(self, x: Tensor, op: str, axes: Axes) -> Tensor:
         if x.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(f"all_reduce of {op!r} has no gradient: psum has, or detach x")
         group = self._group(axes)
-        return x if group is None else collectives.all_reduce(x, op, group)
+        return x if group is None else _step(collectives.all_reduce, x, op, group)
 
     def fetch(
         self,

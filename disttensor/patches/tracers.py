@@ -25,8 +25,8 @@ from disttensor.torch_private import outside_transforms
 Function = Callable[..., Any]
 
 
-# Packages whose functions stand in front of torch's.
-_IN_FRONT = {"nn", "optim", "patches"}
+# Packages whose functions Dynamo traces: they stand in front of torch's, or in graphs.
+_IN_FRONT = {"graphs", "nn", "optim", "patches"}
 
 # Inside these alone a DistTensor is a constant.
 GATHERING = {"torch.func.grad or vjp", "torch.func.vmap"}

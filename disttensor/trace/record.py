@@ -38,7 +38,7 @@ from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.uses import UseMode, mode_of
 from disttensor.torch_private import no_function_mode, no_torch_function, storage_id
 from disttensor.trace.results import Results
-from disttensor.trace.tape import Tape
+from disttensor.trace.tape import Line, LineKind, Tape
 from disttensor.trace.torch_functions import (
     ASSIGNMENT,
     IDLE,
@@ -59,13 +59,16 @@ Function = Callable[..., Any]
 class Program(NamedTuple):
     """A recorded forward: ``run(*inputs)`` runs it; ``calls``: calls compared with other ranks;
     ``cut``: (source, True if it is a leaf without hooks) where this matters; ``written``: the names
-    of the sources that it writes to."""
+    of the sources that it writes to; ``parameters``, ``lines``, ``result``: ``text`` as data."""
 
     run: Function
     text: str
     calls: tuple[Call, ...]
     cut: tuple[tuple[Any, bool], ...]
     written: tuple[str, ...]
+    parameters: tuple[str, ...]
+    lines: tuple[Line, ...]
+    result: str
 
 
 _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -232,6 +235,10 @@ class CallRecorder(Observer):
         return out
 
     def run_local(self, local: Function, /, *args: Any, **kwargs: Any) -> Any:
+        decided = getattr(local, "decided", None)  # by strides
+        if decided is not None and not self.quiet:
+            with self.inside():
+                local = decided(args[0])
         return self.run_body(local, args, kwargs, local)
 
     def run_body(self, body: Function, args: Any, kwargs: Any, name: Function) -> Any:
@@ -242,10 +249,11 @@ class CallRecorder(Observer):
             return self.run_step(name, *args, **kwargs)
         before = self.tape.place(), self.writes, self.draws, self.sent, self.opening
         draws, sent, self.opening = counter._State.calls, self.comms, True
+        unseen = self.comms - self.sent
         with self.drawing():
             out = body(*args, **kwargs)
         made = all(self.tape.knows(t) for t in collect(out, []))
-        same = counter._State.calls == draws and self.comms == sent
+        same = counter._State.calls == draws and self.comms - self.sent == unseen
         if not self.why and made and same:
             self.opening = before[-1]
             return out
@@ -340,7 +348,7 @@ class CallRecorder(Observer):
         if torch.is_grad_enabled() is not self.grad:
             mode = self.tape.constant(_in_mode)
             call = f"{mode}({torch.is_grad_enabled()}, {source}.local_for, {axes!r})"
-        self.tape.line(f"{name} = {call}", name)
+        self.tape.line(LineKind.READ, f"{name} = {call}", name)
 
     def wrote(self, x: DistTensor) -> None:
         """Records a call ``written(x)``."""
@@ -350,9 +358,10 @@ class CallRecorder(Observer):
             return
         if source is not None:
             self.written[source] = None
-            self.tape.line(f"{self.tape.constant(writes.written)}({source})")
+            text = f"{self.tape.constant(writes.written)}({source})"
         else:
-            self.tape.line(f"{self.tape.constant(views.invalidate)}({self.tape.text(x.local)})")
+            text = f"{self.tape.constant(views.invalidate)}({self.tape.text(x.local)})"
+        self.tape.line(LineKind.WRITE, text)
 
     # The recorded program -------------------------------------------------------------------------
 
@@ -370,10 +379,14 @@ class CallRecorder(Observer):
             if x.local is not local or x.spec is not spec:
                 raise Untraceable("it changes the shape or the memory of a tensor from outside")
         made = Results(self.tape, self.writes).text(result)
-        run, text = self.tape.function(self.parameters, made)
+        merged = self.tape.live_lines(made, merge=True)
+        run, text = self.tape.function(self.parameters, merged, made)
         written = tuple(self.written)
         cut = tuple(self.cut.values())
-        return Program(run, text, tuple(self.calls), cut, written)
+        # A compiler merges by itself, and looks for attention in the lines as they are.
+        lines = tuple(self.tape.live_lines(made, merge=False))
+        parts = tuple(self.parameters), lines, made
+        return Program(run, text, tuple(self.calls), cut, written, *parts)
 
 
 def _generator(device: str) -> bytes:

@@ -18,7 +18,7 @@ from disttensor.tensor.grad_slot import collector_of
 from disttensor.tensor.uses import given_uses
 from disttensor.tensor.versions import version
 from disttensor.torch_private import make_subclass
-from disttensor.trace.tape import Tape, is_constant, spelled
+from disttensor.trace.tape import LineKind, Tape, is_constant, spelled
 from disttensor.trace.world_state import Untraceable
 
 Tensor = torch.Tensor
@@ -78,8 +78,8 @@ class Results:
         name = self.tape.fresh()
         make, kind = self.tape.constant(make_subclass), self.tape.constant(DistTensor)
         meta = self.tape.constant(x.spec.meta_tensor)  # as ``wrap``, without a call
-        self.tape.line(f"{name} = {make}({kind}, {meta})", name)
-        self.tape.line(f"{name}.local, {name}.spec = {local}, {spec}")
+        self.tape.line(LineKind.MAKE, f"{name} = {make}({kind}, {meta})", name)
+        self.tape.line(LineKind.MAKE, f"{name}.local, {name}.spec = {local}, {spec}")
         uses = x._uses
         if collector_of(x) is not None or (uses is not None and (uses.hooked or uses.frozen)):
             raise Untraceable("a result has hooks")
@@ -92,11 +92,13 @@ class Results:
             listed = "".join(f"{a}, " for a in aliases)
             if origin != "None" or aliases:
                 give = self.tape.constant(given_uses)
-                self.tape.line(f"{give}({name}, {origin}, ({listed}))")
+                self.tape.line(LineKind.MAKE, f"{give}({name}, {origin}, ({listed}))")
         kept = x._reduced
         if kept is not None and kept.source is x.local and kept.version == version(x.local):
             value = self.tensor(kept.value)
-            self.tape.line(f"{self.tape.constant(_keep_reduced)}({name}, {value}, {kept.grad})")
+            self.tape.line(
+                LineKind.MAKE, f"{self.tape.constant(_keep_reduced)}({name}, {value}, {kept.grad})"
+            )
         return name
 
     def _origin(self, x: DistTensor, origin: Any) -> str:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -24,18 +25,35 @@ Function = Callable[..., Any]
 
 _PLAIN = frozenset({int, bool, type(None)})
 _VARIABLE = re.compile(r"\bt\d+\b")
+_TENSOR = re.compile(r"\b[txp]\d+\b")
+
+
+# READ: of the local of a source. WRITE: marks a write. MAKE: of a result.
+LineKind = Enum("LineKind", "READ CALL WRITE MAKE")
+
+
+class LineCall(NamedTuple):
+    """A call of locals: ``words`` are the texts of ``args`` and keywords, ``target`` of the
+    result."""
+
+    func: Function
+    args: tuple[Any, ...]
+    words: tuple[str, ...]
+    target: str
 
 
 class Line(NamedTuple):
     """``text``: an assignment or a call; ``makes``: the new variables in it; ``idle``: it may be
     left out if these are unused; ``order``: set if it only permutes the dims of the variable
-    ``of``."""
+    ``of``; ``call``: of a line of the kind CALL."""
 
+    kind: LineKind
     text: str
     makes: frozenset[str]
     idle: bool = False
     of: str = ""
     order: tuple[int, ...] = ()
+    call: LineCall | None = None
 
 
 class Tape:
@@ -80,7 +98,7 @@ class Tape:
             if source not in self._dist:
                 return source
             found = self.fresh()
-            self.line(f"{found} = {source}.local", found, idle=True)
+            self.line(LineKind.READ, f"{found} = {source}.local", found, idle=True)
             self._read[source] = found
             self._names[id(t)] = found
             self._kept.append(t)
@@ -107,8 +125,8 @@ class Tape:
 
     # Lines ----------------------------------------------------------------------------------------
 
-    def line(self, text: str, *makes: str, idle: bool = False) -> None:
-        self.lines.append(Line(text, frozenset(makes), idle))
+    def line(self, kind: LineKind, text: str, *makes: str, idle: bool = False) -> None:
+        self.lines.append(Line(kind, text, frozenset(makes), idle))
 
     def call(
         self, func: Function, args: Any, kwargs: Any, out: Any, idle: bool = False,
@@ -116,13 +134,14 @@ class Tape:
     ) -> None:  # fmt: skip
         """Records ``out = func(*args, **kwargs)``, which has run; ``order``: the order in which it
         puts the dims of the first argument."""
-        words = [*map(self.text, args), *(f"{k}={self.text(v)}" for k, v in kwargs.items())]
-        call = f"{self.constant(func)}({', '.join(words)})"
+        words = (*map(self.text, args), *(f"{k}={self.text(v)}" for k, v in kwargs.items()))
         made: list[str] = []
         target = self._target(out, made)
-        of = words[0] if order else ""
-        text = f"{target} = {call}" if made else call
-        self.lines.append(Line(text, frozenset(made), idle, of, order))
+        self._add(LineCall(func, tuple(args), words, target if made else ""), made, idle, order)
+
+    def _add(self, call: LineCall, made: list[str], idle: bool, order: tuple[int, ...]) -> None:
+        of, text = call.words[0] if order else "", spelled_call(call, self.constant(call.func))
+        self.lines.append(Line(LineKind.CALL, text, frozenset(made), idle, of, order, call))
 
     def text(self, value: Any) -> str:
         kind = type(value)
@@ -156,7 +175,7 @@ class Tape:
     def _merged(self, needed: set[str]) -> list[Line]:
         """Returns the lines, with consecutive permutations merged into one if the tensor between
         them is read nowhere else."""
-        reads = Counter(name for line in self.lines for name in _VARIABLE.findall(line.text))
+        reads = Counter(name for line in self.lines for name in variables(line.text))
         made: dict[str, Line] = {}
         out: list[Line] = []
         for line in self.lines:
@@ -165,8 +184,9 @@ class Tape:
             if before is not None and reads[line.of] == 2 and line.of not in needed:
                 out.remove(before)
                 order, (name,) = tuple(before.order[d] for d in line.order), line.makes
-                text = f"{name} = {self.constant(Tensor.permute)}({before.of}, {order!r})"
-                line = Line(text, line.makes, False, before.of, order)
+                call = LineCall(Tensor.permute, (), (before.of, repr(order)), name)
+                text = spelled_call(call, self.constant(Tensor.permute))
+                line = Line(LineKind.CALL, text, line.makes, False, before.of, order, call)
             if line.order:
                 made.update(dict.fromkeys(line.makes, line))
             out.append(line)
@@ -174,15 +194,26 @@ class Tape:
 
     # Results --------------------------------------------------------------------------------------
 
-    def function(self, parameters: list[str], result: str) -> tuple[Function, str]:
+    def live_lines(self, result: str, merge: bool) -> list[Line]:
+        """Returns the lines that ``result`` needs, or that have an effect; with ``merge``,
+        consecutive permutations of dims are one."""
+        needed = set(variables(result))
+        kept: list[Line] = []
+        for line in reversed(self._merged(needed) if merge else self.lines):
+            if not line.idle or line.makes & needed:
+                kept.append(line)
+                needed |= set(variables(line.text))
+        return kept[::-1]
+
+    def function(
+        self, parameters: Sequence[str], lines: Sequence[Line], result: str
+    ) -> tuple[Function, str]:
         """Returns the function of ``parameters`` that runs the lines and returns ``result``, and
         its text. It deletes each variable after its last use, as user code would."""
-        needed = set(_VARIABLE.findall(result))
+        needed = set(variables(result))
         kept: list[str] = []
-        for line in reversed(self._merged(needed)):
-            if line.idle and not line.makes & needed:
-                continue
-            read = set(_VARIABLE.findall(line.text))
+        for line in reversed(lines):
+            read = set(variables(line.text))
             over = sorted((read | line.makes) - needed, key=lambda name: int(name[1:]))
             if over:  # also deletes unused results
                 kept.append(f"    del {', '.join(over)}")
@@ -190,9 +221,29 @@ class Tape:
             needed = (needed - line.makes) | (read - line.makes)
         text = "\n".join([f"def program({', '.join(parameters)}):", *reversed(kept)])
         text += f"\n    return {result}\n"
-        scope = dict(self.scope)
-        exec(compile(text, "<replay>", "exec"), scope)
-        return scope["program"], text
+        return defined("program", text, dict(self.scope)), text
+
+
+def variables(text: str) -> list[str]:
+    return _VARIABLE.findall(text)
+
+
+def tensors_in(text: str) -> list[str]:
+    """Returns the names of variables and sources in it."""
+    return _TENSOR.findall(text)
+
+
+def defined(name: str, text: str, scope: dict[str, Any]) -> Function:
+    """Returns the function ``name`` that ``text`` defines."""
+    exec(compile(text, "<replay>", "exec"), scope)
+    function: Function = scope[name]
+    return function
+
+
+def spelled_call(call: LineCall, name: str) -> str:
+    """Returns the text of a call, in which ``name`` is the function."""
+    text = f"{name}({', '.join(call.words)})"
+    return f"{call.target} = {text}" if call.target else text
 
 
 def is_constant(value: Any) -> bool:

@@ -42,6 +42,12 @@ def apart(call: Any, run: Local, always: bool = False) -> Local:
             return out.clone(memory_format=torch.contiguous_format)
         return out
 
+    def separate(input: torch.Tensor, *args: Any, **words: Any) -> torch.Tensor:
+        out: torch.Tensor = run(input, *args, **words)
+        return out.clone(memory_format=torch.contiguous_format)
+
+    # for a program that is recorded for tensors of the same strides
+    checked.decided = lambda input: run if shared(input) else separate  # type: ignore[attr-defined]
     return checked
 
 

@@ -12,7 +12,8 @@ from tests.opinfo import opinfo
 PARTS = 8
 KNOWN = {  # beside those of the CPU
     "jiterator_": "refused: it computes the piece of a rank",
-    "logspace.tensor_overload": "has no rule; with device= the full result is on the mesh's device",
+    "linspace.tensor_overload": "has no rule; with device= the full result is on the mesh's device",
+    "logspace.tensor_overload": "the same",
     "nn.functional.channel_shuffle": "torch's kernel of CUDA refuses strided gradients",
 }
 

@@ -1,0 +1,105 @@
+"""Compiled steps: plain PyTorch, disttensor (eager, replayed, compiled) and DTensor (eager,
+compiled), forward and backward, on fake ranks: one run, one table.
+
+python benchmarks/compiled.py [--device cuda] [--only TEXT]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import cases
+import sides
+import torch
+import torch.distributed as dist
+from table import machine, markdown
+from timing import FULL, best_times
+from torch import Tensor
+
+import disttensor as dt
+
+Forward = Callable[[], Tensor]
+
+
+class PlainCompiled(sides.Plain):
+    name = "plain, compiled"
+
+    def forward(self, function: Forward) -> Forward:
+        return torch.compile(function, dynamic=False)
+
+
+class OursCompiled(sides.InC):
+    name = "disttensor, compiled"
+
+    def forward(self, function: Forward) -> Forward:
+        self.compiled = dt.compile(function)
+        return self.compiled
+
+
+class TheirsCompiled(sides.Theirs):
+    name = "torch DTensor, compiled"
+
+    def forward(self, function: Forward) -> Forward:
+        return torch.compile(function, dynamic=False)
+
+
+SIDES = [
+    sides.Plain, PlainCompiled, sides.InC, sides.Replayed, OursCompiled, sides.Theirs,
+    TheirsCompiled,
+]  # fmt: skip
+COLUMNS = ["", *[side.name for side in SIDES], "breaks", "ours / plain, compiled"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", metavar="TEXT", help="the rows whose name has it")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    args = parser.parse_args()
+    sides.DEVICE = args.device
+    warnings.filterwarnings("ignore")
+    sides.start_fake_world()
+    rows = [row for row in cases.ROWS if row.replay and args.only.lower() in row.name.lower()]
+    print(f"{machine()}, {args.device}\n\n{markdown(COLUMNS, [measure(row) for row in rows])}")
+    dist.destroy_process_group()
+
+
+def measure(row: cases.Row) -> list[str]:
+    calls, first, built = {}, {}, {}
+    for kind in SIDES:
+        try:
+            torch.manual_seed(0)
+            torch._dynamo.reset()
+            built[kind.name] = side = kind(row.mesh_shape)
+            with kind.around():
+                call = row.build(side)
+                start = time.perf_counter()
+                for _ in range(3):
+                    call()
+            calls[kind.name], first[kind.name] = call, time.perf_counter() - start
+        except Exception as error:
+            print(f"{row.name}: {kind.name} failed: {str(error)[:300]}", file=sys.stderr)
+    around = {kind.name: getattr(kind, "around", nullcontext) for kind in SIDES}
+    took = best_times(calls, FULL, around)
+    ours, plain = took.get(OursCompiled.name), took.get(PlainCompiled.name)
+    cells = [cell(took.get(k.name), took[sides.PLAIN], first.get(k.name)) for k in SIDES]
+    compiled = getattr(built[OursCompiled.name], "compiled", None)
+    cells.append(", ".join(compiled.breaks()) or "0" if compiled else "error")
+    line = [row.name, *cells, f"{ours / plain:.2f}x" if ours and plain else ""]
+    print(line, file=sys.stderr, flush=True)
+    return line
+
+
+def cell(seconds: float | None, base: float, first: float | None) -> str:
+    """Time of a step, its ratio to plain, and the time of the first three steps."""
+    if seconds is None:
+        return "error"
+    return f"{seconds / base:.2f}x, {seconds * 1e3:.2f} ms ({first:.1f} s)"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""Communication as Dynamo and AOTAutograd trace it: operators, and autograd functions around them.
+
+One operator reshards a local, for all pairs of specs of one mesh; two are the collectives of local
+functions. The operators get the number of a transition or a group: a graph holds numbers, not
+objects. They run the code of eager calls. A graph cannot be differentiated twice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from disttensor.autograd.grad_types import GradTransition
+from disttensor.comm import collectives
+from disttensor.comm.groups import Group
+from disttensor.torch_private import storage_id
+
+Tensor = torch.Tensor
+
+NOTHING = -1  # the number of a transition that keeps the local
+_objects: list[Any] = []
+_numbers: dict[Any, int] = {}
+
+_library = torch.library.Library("disttensor", "DEF")
+_library.define("reshard(Tensor x, int number) -> Tensor")
+_library.define("all_reduce(Tensor x, str op, int group) -> Tensor")
+_library.define("all_gather(Tensor x, int group) -> Tensor")
+
+
+def number_of(value: GradTransition | Group) -> int:
+    """Returns the number of a transition or a group in graphs of this process."""
+    if isinstance(value, GradTransition) and value.run is None:
+        return NOTHING
+    if value not in _numbers:
+        _numbers[value] = len(_objects)
+        _objects.append(value)
+    return _numbers[value]
+
+
+@torch.library.impl(_library, "reshard", "CompositeExplicitAutograd")
+def _reshard(x: Tensor, number: int) -> Tensor:
+    out: Tensor = _objects[number].run(x)
+    if storage_id(out.untyped_storage()) == storage_id(x.untyped_storage()):
+        return out.clone(memory_format=torch.contiguous_format)  # an operator returns new memory
+    return out.contiguous()
+
+
+@torch.library.register_fake("disttensor::reshard", lib=_library)
+def _fake_reshard(x: Tensor, number: int) -> Tensor:
+    return x.new_empty(_objects[number].dst.spec.local_shape)
+
+
+@torch.library.impl(_library, "all_reduce", "CompositeExplicitAutograd")
+def _all_reduce(x: Tensor, op: str, group: int) -> Tensor:
+    return collectives.all_reduce(x, op, _objects[group])
+
+
+@torch.library.register_fake("disttensor::all_reduce", lib=_library)
+def _fake_all_reduce(x: Tensor, op: str, group: int) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.impl(_library, "all_gather", "CompositeExplicitAutograd")
+def _all_gather(x: Tensor, group: int) -> Tensor:
+    return collectives.all_gather(x, _objects[group])
+
+
+@torch.library.register_fake("disttensor::all_gather", lib=_library)
+def _fake_all_gather(x: Tensor, group: int) -> Tensor:
+    return x.new_empty((_objects[group].size, *x.shape))
+
+
+class _TracedReshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, number: int, back: int, scale: float) -> Tensor:
+        ctx.back, ctx.scale = back, scale
+        if number == NOTHING:
+            return x.view_as(x)
+        out: Tensor = torch.ops.disttensor.reshard(x, number)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if ctx.scale != 1.0:
+            grad = grad * ctx.scale
+        if ctx.back != NOTHING:
+            grad = torch.ops.disttensor.reshard(grad, ctx.back)
+        return grad, None, None, None
+
+
+def traced_reshard(x: Tensor, number: int, back: int, scale: float) -> Tensor:
+    """Returns the local after the transition ``number``. Its gradient goes through ``back``, after
+    a multiplication by ``scale``."""
+    out: Tensor = _TracedReshard.apply(x, number, back, scale)
+    return out
+
+
+class _TracedSum(torch.autograd.Function):
+    """``functional.psum``, or with ``forward`` False ``functional.pvary``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: int, forward: bool) -> Tensor:
+        ctx.group, ctx.forward = group, forward
+        return torch.ops.disttensor.all_reduce(x, "sum", group) if forward else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if not ctx.forward:
+            grad = torch.ops.disttensor.all_reduce(grad, "sum", ctx.group)
+        return grad, None, None
+
+
+class _TracedGather(torch.autograd.Function):
+    """``functional.all_gather``; ``index``: of this rank in the group."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: int, index: int) -> Tensor:
+        ctx.index = index
+        out: Tensor = torch.ops.disttensor.all_gather(x, group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad[ctx.index].clone(), None, None
+
+
+def traced_sum(x: Tensor, group: int, forward: bool) -> Tensor:
+    out: Tensor = _TracedSum.apply(x, group, forward)
+    return out
+
+
+def traced_gather(x: Tensor, group: int, index: int) -> Tensor:
+    out: Tensor = _TracedGather.apply(x, group, index)
+    return out

@@ -1,0 +1,173 @@
+"""A compiled program gives the bits of the calls one by one, with the backends that do not change
+numbers: values, gradients, placements, communication."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import disttensor as dt
+from disttensor import Partial, Replicate, Shard
+from tests.support.pool import on_ranks, run_on_ranks
+from tests.trace.test_replay import LAYOUTS, MLP, TP, Attention, fed, mesh_of
+from tests.trace.twins import agree, twice
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+# Python 3.13.0 has a flaw, of which Dynamo warns
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Guards may run slower"),
+    # Dynamo itself does this
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+worlds = pytest.mark.parametrize(
+    ("n", "backend"), [(2, "eager"), (2, "aot_eager"), (4, "aot_eager")]
+)
+
+
+def compiled(backend):
+    def compile(target):
+        torch._dynamo.reset()
+        return dt.compile(target, backend=backend)
+
+    return compile
+
+
+def block(backend):
+    mesh = mesh_of(torch.distributed.get_world_size())
+    x = fed(mesh, 3, 5, 8)
+    made = dt.shard_module(Attention(), mesh, TP)
+    fast = agree(twice(made), x, x, x, through=compiled(backend))
+    assert fast.forward.breaks() == []
+
+
+@worlds
+def test_a_block_under_tensor_parallelism(n, backend):
+    run_on_ranks(n, block, backend)
+
+
+def layouts(backend):
+    mesh = mesh_of(torch.distributed.get_world_size())
+    for at in LAYOUTS:
+        x = fed(mesh, 5, 6, at=at)
+        fast = agree(twice(dt.shard_module(MLP(), mesh)), x, x, x, through=compiled(backend))
+        assert fast.forward.breaks() == []
+
+
+@worlds
+def test_uneven_pieces_in_each_layout(n, backend):
+    run_on_ranks(n, layouts, backend)
+
+
+PAIRS = [R, S0, S1, Partial()]
+
+
+@on_ranks(2)
+def test_reshards_of_every_pair():
+    """As calls inside of a program: uneven pieces, half precision too."""
+    mesh = mesh_of(2)["tp"]
+    for dtype in (torch.float32, torch.float16):
+        for a in PAIRS:
+            for b in PAIRS:
+                if isinstance(b, Partial) and a != b:
+                    continue
+
+                def move(x, a=a, b=b):
+                    y = (
+                        (x * 2).redistribute(placements=[a])
+                        if not isinstance(a, Partial)
+                        else x @ x.mT
+                    )
+                    return (y * 1.0).redistribute(placements=[b]) * 3
+
+                x = fed_in(mesh, dtype)
+                fast = agree(lambda: move, x, x, x, through=compiled("aot_eager"))
+                assert fast.breaks() == []
+
+
+def fed_in(mesh, dtype):
+    data = torch.linspace(-1, 1, 15, dtype=dtype).view(5, 3)
+    return lambda: (dt.shard_tensor(data, mesh, [S1]).requires_grad_(),)
+
+
+def losses(backend):
+    """A split vocabulary, a mean over a split batch, class weights, ignored rows."""
+    mesh = mesh_of(torch.distributed.get_world_size())
+    target = torch.tensor([0, 4, 2, -100, 1, 3])
+    weight = torch.linspace(0.5, 1.5, 5)
+    for at in ((S0, R), (S0, S1), (R, S1)):
+        placed = dt.shard_tensor(target, mesh, [p if p == S0 else R for p in at])
+
+        def loss(x, placed=placed):
+            smooth = F.cross_entropy(x, placed, label_smoothing=0.1)
+            return F.cross_entropy(x * 2, placed, weight.to(x.dtype)) + smooth
+
+        x = fed(mesh, 6, 5, at=at)
+        fast = agree(lambda: loss, x, x, x, through=compiled(backend))
+        assert fast.breaks() == []
+
+
+@worlds
+def test_losses_over_split_dims(n, backend):
+    run_on_ranks(n, losses, backend)
+
+
+def statistics(backend):
+    mesh = mesh_of(torch.distributed.get_world_size())
+    x = fed(mesh, 3, 6, 5, at=(S0, Shard(2)))
+
+    def function(x):
+        y = F.layer_norm(x, (5,)) + x.softmax(-1) * x.std(-1, keepdim=True)
+        return F.normalize(y, dim=-1) + x.cumsum(2)
+
+    fast = agree(lambda: function, x, x, x, through=compiled(backend), merges=True)
+    assert fast.breaks() == []
+
+
+@worlds
+def test_functions_along_a_split_dim(n, backend):
+    run_on_ranks(n, statistics, backend)
+
+
+@on_ranks(2)
+def test_what_breaks_a_graph_is_named_and_right():
+    mesh = mesh_of(2)
+    x = fed(mesh, 6, 5, at=(S0, S1))
+    fast = agree(lambda: lambda x: F.dropout(x.sin(), 0.5).cos(), x, x, x,
+                 through=compiled("aot_eager"))  # fmt: skip
+    assert len(fast.breaks()) == 1 and "dropout" in fast.breaks()[0], fast.breaks()
+
+
+@on_ranks(2)
+def test_what_cannot_be_compiled_runs_call_by_call():
+    mesh = mesh_of(2)
+    x = fed(mesh, 6, 5, grad=False)
+
+    def writing(x):
+        return x.add_(1).sin()
+
+    fast = agree(lambda: writing, x, x, x, through=compiled("eager"), replays=0)
+    assert fast.why() == ["it writes to tensors, which a compiled program does not"]
+
+
+@pytest.mark.filterwarnings("ignore")  # inductor warns of torch's own code
+@pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a compiler")
+@pytest.mark.limit(400)
+@on_ranks(2, timeout=250)
+def test_inductor_gives_the_numbers_of_eager_calls():
+    mesh = mesh_of(2)
+    block = dt.shard_module(Attention(), mesh, TP)
+    fast = dt.compile(copy.deepcopy(block))
+    for _ in range(3):
+        found = []
+        for twin in (block, fast):
+            twin.zero_grad()
+            (x,) = fed(mesh, 3, 5, 8)()
+            twin(x).square().sum().backward()
+            found.append([x.grad.full_tensor(), *[p.grad.full_tensor() for p in twin.parameters()]])
+        torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+    assert fast.forward.replays == 2 and not fast.forward.breaks()
