@@ -55,6 +55,7 @@ intersphinx_mapping = {
 }
 
 html_theme = "furo"
+pygments_dark_style = "github-dark"  # underlines no imports
 html_title = f"disttensor {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
