@@ -20,7 +20,13 @@ from disttensor.autograd.grad_types import GradTransition
 from disttensor.checks import argument_error, check_callable
 from disttensor.comm import collectives
 from disttensor.errors import name_of
-from disttensor.graphs.traced_comm import number_of, traced_gather, traced_reshard, traced_sum
+from disttensor.graphs.traced_comm import (
+    REFUSED,
+    number_of,
+    traced_gather,
+    traced_reshard,
+    traced_sum,
+)
 from disttensor.trace.guarded_forward import ForwardCall
 from disttensor.trace.instance_forward import InstanceForward
 from disttensor.trace.record import Program, ambient
@@ -161,6 +167,9 @@ def _traceable(func: Function, args: tuple[Any, ...]) -> tuple[Function, tuple[A
 
 
 def _transition(way: GradTransition) -> tuple[Any, ...]:
+    partial = (*way.src.spec.layout.partial, *way.dst.spec.layout.partial)
+    if any(op not in ("sum", "avg") for _, op in partial):  # has no gradient
+        return number_of(way), REFUSED, 1.0
     back, scale = way.back()
     return number_of(way), number_of(back), scale
 

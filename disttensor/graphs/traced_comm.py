@@ -19,6 +19,7 @@ from disttensor.torch_private import storage_id
 Tensor = torch.Tensor
 
 NOTHING = -1  # the number of a transition that keeps the local
+REFUSED = -2  # the number of the gradient of a pending reduction that has none
 _objects: list[Any] = []
 _numbers: dict[Any, int] = {}
 
@@ -84,6 +85,8 @@ class _TracedReshard(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         if ctx.scale != 1.0:
             grad = grad * ctx.scale
+        if ctx.back == REFUSED:
+            raise RuntimeError("a pending max, min, prod, any or all has no gradient")
         if ctx.back != NOTHING:
             grad = torch.ops.disttensor.reshard(grad, ctx.back)
         return grad, None, None, None

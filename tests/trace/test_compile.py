@@ -134,6 +134,18 @@ def test_functions_along_a_split_dim(n, backend):
 
 
 @on_ranks(2)
+def test_reductions_without_a_gradient():
+    mesh = mesh_of(2)
+    x = fed(mesh, 3, 5, at=(R, S1), grad=False)
+
+    def function(x):
+        return x.amax(1) + (x > 0).any(1) - x.prod(1).amin()
+
+    fast = agree(lambda: function, x, x, x, through=compiled("aot_eager"), merges=True)
+    assert fast.breaks() == []
+
+
+@on_ranks(2)
 def test_what_breaks_a_graph_is_named_and_right():
     mesh = mesh_of(2)
     x = fed(mesh, 6, 5, at=(S0, S1))
