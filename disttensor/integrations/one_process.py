@@ -24,7 +24,7 @@ from disttensor.core.mesh import check_device_type
 from disttensor.patches.imports import Undo, once_imported
 from disttensor.torch_private import world_hidden
 
-# The ranks and sizes that launchers say: torchrun, Slurm, Open MPI, MPICH, Intel MPI, MVAPICH. The
+# Variables with ranks and sizes, set by torchrun, Slurm, Open MPI, MPICH, Intel MPI, MVAPICH. The
 # other variables of torchrun stay: disttensor reads them when it creates groups.
 LAUNCHERS = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
@@ -58,14 +58,14 @@ def one_process(device_type: str | None = None) -> Iterator[Process]:
 
     All ranks run the block. It starts the process group, unless ``init_mesh`` has done so. Inside,
     ``torch.distributed.is_initialized()`` is False, and the environment has no variable of a
-    launcher that names a rank or a number of processes. What accelerate has found earlier is set
-    aside. On all ranks but the first, tqdm shows no bars, ``logging`` shows errors only, wandb is
+    launcher that names a rank or a number of processes. The earlier state of accelerate is not
+    used. On all ranks but the first, tqdm shows no bars, ``logging`` shows errors only, wandb is
     disabled, and accelerate's ``is_main_process`` is False. All of this ends with the block.
     DistTensors communicate as before.
 
     Args:
         device_type: "cpu" or "cuda", as for ``init_mesh``. With "cuda" a rank that has not used
-            CUDA yet sees its own device only, from now on: libraries take the first device.
+            CUDA yet sees only its own device, also after the block: libraries take the first one.
 
     Yields:
         A Process: ``process.is_first`` is True on the rank that writes, and
@@ -95,7 +95,7 @@ def one_process(device_type: str | None = None) -> Iterator[Process]:
 
 
 def _see_own_device() -> None:
-    """Leaves the device of this rank in CUDA_VISIBLE_DEVICES, as number 0. CUDA reads it once."""
+    """Sets CUDA_VISIBLE_DEVICES to the device of this rank, then number 0. CUDA reads it once."""
     number = int(os.environ.get("LOCAL_RANK", "0"))
     seen = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     if not torch.cuda.is_initialized() and (number < len(seen) or not seen):

@@ -43,8 +43,8 @@ def visualize(
 ) -> Picture | Table:
     """Shows which rank holds which part of a tensor, or the tensors of a module with their bytes.
 
-    Nothing is sent or changed, no data are read, and all ranks get the same result. ``print`` shows
-    it as text, a notebook draws it.
+    Sends, changes and reads no data. All ranks get the same result: ``print`` shows text, and a
+    notebook a drawing.
 
     Args:
         x: a DistTensor, torch's DTensor, a ``DistSpec``, or a module. With ``mesh``: a regular
@@ -112,8 +112,7 @@ def visualize(
 
 @contextmanager
 def _imagined(mesh: Any, data: bool = True) -> Iterator[ProcessMesh]:
-    """Yields ``mesh`` in an imagined world, in which nothing can be sent: the same mesh, or one of
-    these sizes."""
+    """Yields a mesh that cannot communicate: a copy of ``mesh``, or a mesh of the given sizes."""
     if isinstance(mesh, Mapping):
         for axis, size in mesh.items():
             check_type("visualize: mesh: axis", axis, str, "the name of an axis")
@@ -137,7 +136,7 @@ def _imagined(mesh: Any, data: bool = True) -> Iterator[ProcessMesh]:
 
 @contextmanager
 def _without_addresses() -> Iterator[None]:
-    """Ignores a warning of torch: the engine compares addresses, and reads nothing there."""
+    """Ignores torch's warning about addresses, which the engine only compares."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         yield

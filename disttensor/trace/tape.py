@@ -1,8 +1,8 @@
 """Tape: the calls on locals that one forward makes, as lines of a generated Python function.
 
 Each line is one call, and assigns tensors to variables. The *sources* are arguments, parameters and
-captured tensors. The function reads a source at the first line that needs it: the alias of a leaf
-is then the alias that collects gradients at that time.
+captured tensors. The function reads a source at the first line that needs it: of a leaf, it gets
+the alias that collects gradients at that time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _VARIABLE = re.compile(r"\bt\d+\b")
 _TENSOR = re.compile(r"\b[txp]\d+\b")
 
 
-# READ: of the local of a source. WRITE: marks a write. MAKE: of a result.
+# READ: a source's local. CALL: a call. WRITE: a write. MAKE: a result.
 LineKind = Enum("LineKind", "READ CALL WRITE MAKE")
 
 
@@ -43,9 +43,9 @@ class LineCall(NamedTuple):
 
 
 class Line(NamedTuple):
-    """``text``: an assignment or a call; ``makes``: the new variables in it; ``idle``: it may be
-    left out if these are unused; ``order``: set if it only permutes the dims of the variable
-    ``of``; ``call``: of a line of the kind CALL."""
+    """``text``: an assignment or a call; ``makes``: the variables that it assigns; ``idle``: unless
+    they are used, the line is dropped; ``order``: how the line permutes the dims of ``of``, if it
+    does only this; ``call``: None unless the kind is CALL."""
 
     kind: LineKind
     text: str
@@ -229,7 +229,7 @@ def variables(text: str) -> list[str]:
 
 
 def tensors_in(text: str) -> list[str]:
-    """Returns the names of variables and sources in it."""
+    """Returns the names of the variables and sources in ``text``."""
     return _TENSOR.findall(text)
 
 
