@@ -61,7 +61,7 @@ def parse_args() -> argparse.Namespace:
     model.add_argument("--experts", type=_count, default=0, metavar="N", help=experts)
     model.add_argument("--tie", action="store_true", help="one matrix as embedding and head")
     dtypes = ("float32", "float64")
-    model.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(cpu)")
+    model.add_argument("--device", choices=("cpu", "cuda"), help="(cpu)")
     model.add_argument("--dtype", choices=dtypes, default="float32", help="(float32)")
 
     data = parser.add_argument_group("text")

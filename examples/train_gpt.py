@@ -136,7 +136,7 @@ def main() -> None:
     if args.experts:
         say(f"{' experts in the last forward ':-^80}\n{dt.experts.expert_load(model)}")
     if args.sample:
-        prompt = held_out[: min(args.context, 128)].long().unsqueeze(0).to(args.device)
+        prompt = held_out[: min(args.context, 128)].long().unsqueeze(0).to(args.device or "cpu")
         with dt.values_everywhere():
             sample = bytes(generate(model, prompt, args.sample)[0].tolist())
         say(f"{' a prompt ':-^80}\n{as_text(sample[: prompt.numel()])}")

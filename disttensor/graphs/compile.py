@@ -23,6 +23,7 @@ from disttensor.errors import name_of
 from disttensor.graphs.traced_comm import (
     REFUSED,
     number_of,
+    register,
     traced_gather,
     traced_reshard,
     traced_sum,
@@ -117,6 +118,7 @@ class CompiledForward(Replay):
 
     def compiled(self, program: Program) -> Function:
         """Returns the program with its calls as one compiled function."""
+        register()
         scope = dict(program.run.__globals__)
         reads = [line.text for line in program.lines if line.kind is LineKind.READ]
         calls = [line for line in program.lines if line.kind is LineKind.CALL]

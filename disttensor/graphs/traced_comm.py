@@ -7,6 +7,7 @@ objects. They run the code of eager calls. A graph cannot be differentiated twic
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,10 +24,23 @@ REFUSED = -2  # the number of the gradient of a pending reduction that has none
 _objects: list[Any] = []
 _numbers: dict[Any, int] = {}
 
-_library = torch.library.Library("disttensor", "DEF")
-_library.define("reshard(Tensor x, int number) -> Tensor")
-_library.define("all_reduce(Tensor x, str op, int group) -> Tensor")
-_library.define("all_gather(Tensor x, int group) -> Tensor")
+
+@cache
+def register() -> torch.library.Library:
+    """Registers the operators ``torch.ops.disttensor`` at the first call. They stay as long as the
+    library that it returns."""
+    library = torch.library.Library("disttensor", "DEF")
+    library.define("reshard(Tensor x, int number) -> Tensor")
+    library.define("all_reduce(Tensor x, str op, int group) -> Tensor")
+    library.define("all_gather(Tensor x, int group) -> Tensor")
+    for name, run, fake in (
+        ("reshard", _reshard, _fake_reshard),
+        ("all_reduce", _all_reduce, _fake_all_reduce),
+        ("all_gather", _all_gather, _fake_all_gather),
+    ):
+        library.impl(name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"disttensor::{name}", fake, lib=library)
+    return library
 
 
 def number_of(value: GradTransition | Group) -> int:
@@ -39,7 +53,6 @@ def number_of(value: GradTransition | Group) -> int:
     return _numbers[value]
 
 
-@torch.library.impl(_library, "reshard", "CompositeExplicitAutograd")
 def _reshard(x: Tensor, number: int) -> Tensor:
     out: Tensor = _objects[number].run(x)
     if storage_id(out.untyped_storage()) == storage_id(x.untyped_storage()):
@@ -47,27 +60,22 @@ def _reshard(x: Tensor, number: int) -> Tensor:
     return out.contiguous()
 
 
-@torch.library.register_fake("disttensor::reshard", lib=_library)
 def _fake_reshard(x: Tensor, number: int) -> Tensor:
     return x.new_empty(_objects[number].dst.spec.local_shape)
 
 
-@torch.library.impl(_library, "all_reduce", "CompositeExplicitAutograd")
 def _all_reduce(x: Tensor, op: str, group: int) -> Tensor:
     return collectives.all_reduce(x, op, _objects[group])
 
 
-@torch.library.register_fake("disttensor::all_reduce", lib=_library)
 def _fake_all_reduce(x: Tensor, op: str, group: int) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@torch.library.impl(_library, "all_gather", "CompositeExplicitAutograd")
 def _all_gather(x: Tensor, group: int) -> Tensor:
     return collectives.all_gather(x, _objects[group])
 
 
-@torch.library.register_fake("disttensor::all_gather", lib=_library)
 def _fake_all_gather(x: Tensor, group: int) -> Tensor:
     return x.new_empty((_objects[group].size, *x.shape))
 

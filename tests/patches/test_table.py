@@ -483,7 +483,7 @@ def compiled_for_cuda() -> None:
     jiterator = importlib.import_module("torch.cuda.jiterator")
     double = jiterator._create_jit_fn("template <typename T> T twice(T x) { return x + x; }")
     x = leaf(line())
-    with pytest.raises(TypeError, match=r"twice, a function of torch\.cuda\.jiterator, of f64.*"):
+    with pytest.raises(TypeError, match="twice, a function of torch"):
         double(x)
 
 
