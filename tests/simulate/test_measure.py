@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 
@@ -20,7 +21,7 @@ from benchmarks.calibrate.reference_step import (
     reference_step,
     world_of_one,
 )
-from disttensor.observe import Observer
+from disttensor.observe import Observer, observers
 from disttensor.simulate.__main__ import costs_of
 from disttensor.simulate.events import Op
 from disttensor.simulate.shapes import cost
@@ -123,8 +124,15 @@ class Visited(Observer):
 def test_what_the_host_takes_is_found_of_steps_that_take_so_long():
     """By a clock that counts, the times come out that it counts by, and none of them in another
     one."""
-    with Counted() as clock, Visited(clock):
-        found = {}
+    with Counted() as clock, contextlib.ExitStack() as opened:
+        visited, found = Visited(clock), {}
+
+        def now():
+            """Opens the observer inside: a simulated world hides those around it."""
+            if visited not in observers:
+                opened.enter_context(visited)
+            return clock.seconds
+
         for name, measured, expected in (
             ("post", lambda _, now, t: of_collective(now, t), POST),
             ("launch", of_kernel, KERNEL),
@@ -132,7 +140,7 @@ def test_what_the_host_takes_is_found_of_steps_that_take_so_long():
             ("visit", of_micro_batch, VISIT),
         ):
             device = dataclasses.replace(BARE, **found)
-            found[name] = measured(device, lambda: clock.seconds, False)
+            found[name] = measured(device, now, False)
             assert found[name] == pytest.approx(expected, rel=0.05), name
 
 
