@@ -70,7 +70,11 @@ def short_run(options: str, folder: str) -> tuple[list[float], str]:
     file = Path(folder, f"{time.monotonic_ns()}-{os.getpid()}.json")
     sys.modules.setdefault("matplotlib.figure", None)  # type: ignore[arg-type]  # no curve
     short = ["--steps=2", "--checks=1", "--sample=2", "--plot=", f"--losses={file}"]
-    out = printed_by("train_gpt", *TINY, *short, *options.split())
+    try:
+        out = printed_by("train_gpt", *TINY, *short, *options.split())
+    finally:
+        if sys.modules["matplotlib.figure"] is None:
+            del sys.modules["matplotlib.figure"]
     written = json.loads(file.read_text())
     return [*written["losses"], *written["validation"]], out.partition(" a prompt ")[2]
 
