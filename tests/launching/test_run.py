@@ -14,9 +14,12 @@ from tests.support import forked
 FAILING = """
 import os, sys, time
 print(sys.argv[1:], flush=True)
+open("printed" + os.environ["RANK"], "w").close()
 def fail():
     {error}
 if os.environ["RANK"] == "1":
+    while not os.path.exists("printed0"):  # its end would end rank 0
+        time.sleep(0.01)
     fail()
 time.sleep(100)
 """
