@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from disttensor.pytree import CONSTANTS
+from disttensor.pytree import CONSTANTS, collect
 from disttensor.tensor.base import MeshTensor
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.trace.world_state import Untraceable
@@ -33,8 +33,8 @@ LineKind = Enum("LineKind", "READ CALL WRITE MAKE")
 
 
 class LineCall(NamedTuple):
-    """A call of locals: ``words`` are the texts of ``args`` and keywords, ``target`` of the
-    result."""
+    """A call of locals: ``words`` are the texts of its arguments and keywords, ``target`` of the
+    result. ``args``: the arguments, with None for tensors, which a program does not keep."""
 
     func: Function
     args: tuple[Any, ...]
@@ -137,10 +137,9 @@ class Tape:
         words = (*map(self.text, args), *(f"{k}={self.text(v)}" for k, v in kwargs.items()))
         made: list[str] = []
         target = self._target(out, made)
-        self._add(LineCall(func, tuple(args), words, target if made else ""), made, idle, order)
-
-    def _add(self, call: LineCall, made: list[str], idle: bool, order: tuple[int, ...]) -> None:
-        of, text = call.words[0] if order else "", spelled_call(call, self.constant(call.func))
+        kept = tuple([None if collect(a, []) else a for a in args])
+        call = LineCall(func, kept, words, target if made else "")
+        of, text = words[0] if order else "", spelled_call(call, self.constant(func))
         self.lines.append(Line(LineKind.CALL, text, frozenset(made), idle, of, order, call))
 
     def text(self, value: Any) -> str:

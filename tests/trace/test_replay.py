@@ -15,6 +15,7 @@ from torch.distributed import get_world_size as world
 
 import disttensor as dt
 from disttensor import Partial, Replicate, Shard
+from disttensor.pytree import collect
 from tests.support.oracle import randn
 from tests.support.pool import on_ranks
 from tests.trace.twins import agree, one, twice
@@ -410,3 +411,19 @@ def test_one_tensor_as_two_arguments_is_another_kind_of_call():
 
     agree(lambda: (lambda a, b: a * 2 + b * b), same, lambda: x() + y(), same, lambda: x() + y(),
           replays=2)  # fmt: skip
+
+
+@on_ranks(2)
+def test_a_program_keeps_no_tensor_of_its_recording():
+    mesh = mesh_of(2)
+
+    def forward(x):
+        y = (x * 2).redistribute(placements=[R, R])
+        return torch.cat([y.sin(), y]).sum()
+
+    fast = dt.replay(forward)
+    (x,) = fed(mesh, 5, 6, at=(R, S1), grad=False)()
+    fast(x)
+    (program,) = fast._programs.values()
+    calls = [line.call for line in program.lines if line.call is not None]
+    assert len(calls) >= 5 and not collect([call.args for call in calls], [])
