@@ -11,8 +11,11 @@ import argparse
 import logging
 import os
 import signal
+import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from torch.distributed import run as torchrun
@@ -51,8 +54,9 @@ def main(arguments: list[str] | None = None) -> int:
         args.training_script, args.module = script.__file__, False
     if args.nnodes in ("1", "1:1") and not args.rdzv_endpoint and args.master_port is None:
         args.standalone = True
-    # SIGINT is not in torchrun's list: Ctrl-C raises here, and a quiet SIGTERM ends the ranks.
-    args.signals_to_handle = "SIGTERM,SIGHUP"
+    args.signals_to_handle = ""  # ours are handled below
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _raise)
     logging.disable(logging.ERROR)
     os.environ.setdefault("PYTHONHASHSEED", "0")  # a set of names has one order on all ranks
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
@@ -66,6 +70,22 @@ def main(arguments: list[str] | None = None) -> int:
     except ChildFailedError as failed:
         return _report(*failed.get_first_failure())
     return 0
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    """Handles a signal by an exception, which ends the ranks.
+
+    Within ``subprocess`` the signal is sent again a little later: an exception between two lines of
+    ``Popen.poll`` would leave its lock taken, and then the end of a rank is not seen for a minute.
+    """
+    while frame is not None:
+        if frame.f_code.co_filename == subprocess.__file__:
+            threading.Timer(0.01, os.kill, (os.getpid(), number)).start()
+            return
+        frame = frame.f_back
+    if number == signal.SIGINT:  # a quiet SIGTERM ends the ranks
+        raise KeyboardInterrupt
+    raise SignalException(f"process {os.getpid()} got signal {number}", signal.Signals(number))
 
 
 def _report(rank: int, failure: ProcessFailure) -> int:

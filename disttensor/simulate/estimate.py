@@ -91,7 +91,8 @@ class Estimator:
         optimizer = self.tail * part / d.sharding
         computes = steps * (busy - sends) + optimizer
         waits = steps * sends + self._gradients(strategy, d, stages, busy, backward)
-        bubble = idle * mean + self._messages(d, chunks, share)
+        others = (d.pp * mean - busy) / max(d.pp - 1, 1)  # what the fullest stage waits for
+        bubble = idle * others + self._messages(d, chunks, share)
         shared = self.device.sharing * (steps * (mean - sends) + optimizer)
         if shared > computes:  # ranks compute in the bubbles of each other
             computes, bubble = shared, max(0.0, computes + bubble - shared)

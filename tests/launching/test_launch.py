@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import pytest
@@ -183,6 +183,30 @@ def test_no_rank_is_left_when_the_parent_is_ended(
         assert status in (1, 130)
     elif by == signal.SIGKILL:
         assert status == -by
+
+
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM], ids=lambda s: s.name)
+def test_a_signal_while_the_launcher_looks_at_its_ranks_ends_them(
+    by: signal.Signals, tmp_path: Path
+) -> None:
+    """An exception where ``Popen.poll`` has taken its lock would leave the lock taken."""
+    script = tmp_path / "loop.py"
+    script.write_text("while True: pass")
+
+    def signal_in_poll(frame: FrameType, event: str, function: Any) -> None:
+        if event == "c_return" and frame.f_code.co_name == "_internal_poll":
+            assert function.__name__ == "acquire"
+            sys.setprofile(None)
+            os.kill(os.getpid(), by)
+
+    def program() -> int:
+        sys.setprofile(signal_in_poll)
+        return run.main(["--nproc=2", str(script)])
+
+    start = time.monotonic()
+    status, text = forked.run(program)
+    assert time.monotonic() - start < SECONDS
+    assert status == 128 + by and "all 2 processes have ended" in text
 
 
 def test_what_cannot_be_launched_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
