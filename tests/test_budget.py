@@ -15,8 +15,8 @@ from tests.test_imports import FILES
 
 # Most lines of Python: of a package, or of the modules at the root ("root").
 LINES = {
-    "api": 910,
-    "autograd": 1_345,
+    "api": 911,
+    "autograd": 1_350,
     "checkpoint": 1_690,
     "comm": 3_250,
     "core": 1_180,
@@ -37,7 +37,7 @@ LINES = {
     "pipeline": 3_150,
     "random": 845,
     "reshard": 1_600,
-    "root": 2_135,
+    "root": 2_155,
     "simulate": 5_370,
     "tensor": 2_815,
     "trace": 2_365,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from disttensor.autograd.grad_types import whole_grad
+from disttensor.autograd.grad_types import scale_average_grad
 from disttensor.checks import (
     argument_error,
     check_bool,
@@ -97,7 +97,8 @@ def shard_tensor(
         or local.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
     ):
         local = local.clone(memory_format=torch.contiguous_format)
-    return _as_parameter(wrap(whole_grad(local.requires_grad_(requires_grad), spec), spec), data)
+    local = scale_average_grad(local.requires_grad_(requires_grad), spec)
+    return _as_parameter(wrap(local, spec), data)
 
 
 def _values(data: Any, meta: bool) -> Tensor:

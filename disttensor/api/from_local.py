@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from disttensor.autograd.grad_types import GradType, move
+from disttensor.autograd.grad_types import GradType, reshard_local
 from disttensor.checks import check_bool, check_dense, check_shape
 from disttensor.comm import compare_programs, objects
 from disttensor.core.layout import Axes, Layout
@@ -103,7 +103,7 @@ def from_pieces(
     local = local if local.is_meta else local.to(mesh.device)
     if local.requires_grad and torch.is_grad_enabled():
         read = GradType(spec, axes)
-        local = move(local, read, GradType(spec), None) if axes else local.view_as(local)
+        local = reshard_local(local, read, GradType(spec), None) if axes else local.view_as(local)
     if layout.partial:
         hand_out(local)
     return wrap(local, spec)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from disttensor.api.from_local import from_pieces
-from disttensor.autograd.grad_types import GradType, dual, move
+from disttensor.autograd.grad_types import GradType, gradient_type, reshard_local
 from disttensor.autograd.tie import tied
 from disttensor.cache import Cache
 from disttensor.checks import (
@@ -30,7 +30,7 @@ from disttensor.dispatch.resolve import one_mesh, plain_spec
 from disttensor.meta import execute
 from disttensor.pytree import Uncacheable, collect, find_tensors, rebuild, substitute
 from disttensor.tensor.dist_tensor import DistTensor, wrap
-from disttensor.tensor.reshard import moved_for
+from disttensor.tensor.reshard import resharded_local
 from disttensor.tensor.tensor_meta import described
 
 
@@ -199,12 +199,12 @@ def _local_of(x: DistTensor, spec: DistSpec, vary: set[int], placements: Any) ->
     gradient has the given placements."""
     split_axes = spec.layout.varies()
     if placements is None:
-        return moved_for(x, spec, tuple(sorted(vary - split_axes)))
+        return resharded_local(x, spec, tuple(sorted(vary - split_axes)))
     grads = layout_of(placements, spec.ndim, spec.mesh.ndim)
     axes = tuple(sorted(grads.partial_axes - split_axes))
-    if dual(GradType(spec, axes))[0].spec.layout == grads:
-        return moved_for(x, spec, axes)
-    return _regrad(moved_for(x, spec, ()), spec, spec.with_layout(grads))
+    if gradient_type(GradType(spec, axes))[0].spec.layout == grads:
+        return resharded_local(x, spec, axes)
+    return _regrad(resharded_local(x, spec, ()), spec, spec.with_layout(grads))
 
 
 def _kind(args: Any, kwargs: Any, tensors: list[Any]) -> Any:
@@ -242,13 +242,13 @@ class _Regrad(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, spec: DistSpec, given: DistSpec) -> torch.Tensor:
-        ctx.ends = given, dual(GradType(spec))[0].spec
+        ctx.ends = given, gradient_type(GradType(spec))[0].spec
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         given, wanted = ctx.ends
-        return move(grad, GradType(given), GradType(wanted), None), None, None
+        return reshard_local(grad, GradType(given), GradType(wanted), None), None, None
 
 
 def _regrad(x: torch.Tensor, spec: DistSpec, given: DistSpec) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """The autograd function of a transfer between meshes.
 
-Its backward is the transfer between the duals of its ends (``disttensor.autograd.grad_types``).
+Its backward is the transfer between the gradient types of both ends (``autograd/grad_types.py``).
 That backward is a transfer again, so a gradient that has crossed may be differentiated again.
 
 Only the rank that computed a gradient knows its dependencies. So a backward with ``create_graph``
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from disttensor.autograd import activation_checkpoint, token
-from disttensor.autograd.grad_types import GradType, dual
+from disttensor.autograd.grad_types import GradType, gradient_type
 from disttensor.cache import cached
 from disttensor.comm.work import Work
 from disttensor.torch_private import direct_apply, no_dispatch, storage_id
@@ -33,7 +33,7 @@ def start_back(grad: Tensor, src: GradType, dst: GradType, tag: int) -> Work[Ten
     return start(grad, at.spec, to.spec, tag ^ 1)
 
 
-def crossed(x: Tensor, value: Tensor, src: GradType, dst: GradType, tag: int) -> Tensor:
+def cross_mesh_transfer(x: Tensor, value: Tensor, src: GradType, dst: GradType, tag: int) -> Tensor:
     """Returns the local (or token) of ``dst`` for ``x``, the local (or token) of ``src``; ``value``
     is its value."""
     out: Tensor = _cross_mesh(x, token.anchor(value.device), [value], src, dst, tag)[0]
@@ -55,7 +55,7 @@ def _way_back(grad: Tensor, src: GradType, dst: GradType) -> tuple[Tensor, GradT
 @cached(4096)
 def _ends_back(src: GradType, dst: GradType) -> tuple[GradType, GradType, float]:
     """Returns the types between which a gradient goes back, and its scale."""
-    (to, divide_src), (at, divide_dst) = dual(src), dual(dst)
+    (to, divide_src), (at, divide_dst) = gradient_type(src), gradient_type(dst)
     return at, to, divide_dst / divide_src
 
 

@@ -8,9 +8,10 @@
 
 A use of a replicated value *varies* over a mesh axis if each rank combines the value with a
 different piece; in JAX it goes through ``pvary``, whose transpose is ``psum``. A ``GradType`` is a
-spec with the axes of the third row. ``dual`` computes the table; applied twice it returns the same
-type, except that P(avg) becomes P(sum). All reshards within a mesh use one autograd function,
-``ReshardFunction``: its backward is the reshard between the duals, and so on for every order.
+spec with the axes of the third row. ``gradient_type`` computes the table; applied twice it returns
+the same type, except that P(avg) becomes P(sum). All reshards within a mesh use one autograd
+function, ``ReshardFunction``: its backward is the reshard between the gradient types, and so on for
+every order.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from disttensor.torch_private import (
 from reshard import planner
 
 Tensor = torch.Tensor
-Begin = Callable[[Tensor], Work[Tensor]]
-Begun = dict[int, Work[Tensor]]  # by the number of the backward
+StartReduction = Callable[[Tensor], Work[Tensor]]
+RunningReductions = dict[int, Work[Tensor]]  # by the number of the backward
 
 RESERVED = 4  # numbers of nodes: for the weights of q, k and v, or gate and up, and one more
 
@@ -52,12 +53,12 @@ class GradType(NamedTuple):
     varying: Axes = ()
 
 
-_duals: Cache[GradType, tuple[GradType, float]] = Cache(8192)
+_gradient_types: Cache[GradType, tuple[GradType, float]] = Cache(8192)
 
 
-def dual(t: GradType) -> tuple[GradType, float]:
+def gradient_type(t: GradType) -> tuple[GradType, float]:
     """Returns the type of the gradient of ``t``, and its divisor for a pending average."""
-    found = _duals.get(t)
+    found = _gradient_types.get(t)
     if found is None:
         layout, mesh = t.spec.layout, t.spec.mesh
         scale = 1.0
@@ -73,18 +74,18 @@ def dual(t: GradType) -> tuple[GradType, float]:
         own = tuple((a, p) for a, p in layout.own if isinstance(p, Shard))
         spec = t.spec.with_layout(Layout(layout.dims, pending, own))
         flipped = GradType(spec, tuple(sorted(layout.partial_axes)))
-        found = _duals[t] = (flipped, scale)
+        found = _gradient_types[t] = (flipped, scale)
     return found
 
 
 _scaled = WeakTensorKeyDictionary()  # leaves whose gradient a hook scales
 
 
-def whole_grad(leaf: Tensor, spec: DistSpec) -> Tensor:
+def scale_average_grad(leaf: Tensor, spec: DistSpec) -> Tensor:
     """Returns ``leaf``. If it is ``Partial("avg")``, registers a hook that scales its gradient by
     n: ``.grad`` is then the gradient of the average."""
     if leaf.requires_grad and all(op in ("sum", "avg") for _, op in spec.layout.partial):
-        divided = dual(GradType(spec))[1]
+        divided = gradient_type(GradType(spec))[1]
         if divided != 1.0 and leaf not in _scaled:
             leaf.register_hook(lambda g: g * divided)
             _scaled[leaf] = True
@@ -93,60 +94,64 @@ def whole_grad(leaf: Tensor, spec: DistSpec) -> Tensor:
 
 class GradTransition:
     """A transition between two gradient types. ``run``: reshards a local; None if the specs are
-    equal. ``begin``: starts the reduction of the backward; None unless it is one large collective.
+    equal. ``start``: starts the reduction of the backward; None unless it is one large collective.
     """
 
-    __slots__ = ("_back", "begin", "dst", "run", "src")
+    __slots__ = ("_back", "dst", "run", "src", "start")
 
     def __init__(self, src: GradType, dst: GradType) -> None:
         self.src, self.dst = src, dst
         self.run = None if src.spec is dst.spec else planner.runner(src.spec, dst.spec)
-        self.begin = reduction(src, dst) if dst.varying else None
+        self.start = reduction(src, dst) if dst.varying else None
         self._back: tuple[GradTransition, float] | None = None
 
-    def back(self) -> tuple[GradTransition, float]:
+    def backward(self) -> tuple[GradTransition, float]:
         """Returns the transition of the gradient, and the factor to apply before it."""
         if self._back is None:
-            (grad_src, divide_src), (grad_dst, divide_dst) = dual(self.src), dual(self.dst)
-            self._back = way(*grad_dst, *grad_src), divide_dst / divide_src
+            (grad_src, divide_src), (grad_dst, divide_dst) = (
+                gradient_type(self.src),
+                gradient_type(self.dst),
+            )
+            self._back = transition_between(*grad_dst, *grad_src), divide_dst / divide_src
         return self._back
 
 
 @cached(8192)
-def way(src: DistSpec, read: Axes, dst: DistSpec, axes: Axes) -> GradTransition:
+def transition_between(src: DistSpec, read: Axes, dst: DistSpec, axes: Axes) -> GradTransition:
     """Returns the transition from ``GradType(src, read)`` to ``GradType(dst, axes)``."""
     return GradTransition(GradType(src, read), GradType(dst, axes))
 
 
-def reduction(src: GradType, dst: GradType) -> Begin | None:
+def reduction(src: GradType, dst: GradType) -> StartReduction | None:
     """Returns a function that starts a reshard's backward, if that is one reduction, or None."""
     if src.spec.layout.partial:
         return None
-    return planner.background(dual(dst)[0].spec, dual(src)[0].spec)
+    return planner.background(gradient_type(dst)[0].spec, gradient_type(src)[0].spec)
 
 
 class ReshardFunction(torch.autograd.Function):
-    """Reshards a local by a transition. Backward: from dual(dst) to dual(src)."""
+    """Reshards a local by a transition. The backward reshards from the gradient type of the target
+    to the one of the source."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        way: GradTransition,
+        transition: GradTransition,
         held: list[Tensor] | None,
-        begun: Begun | None,
+        running: RunningReductions | None,
         own: bool,
     ) -> Tensor:
-        """Applies ``way``. ``held``: the result, if it was already communicated; ``own``: nothing
-        else refers to its memory. ``begun``: reductions of the backward that ``EarlyReduce``
-        started."""
-        ctx.way, ctx.begun = way, begun
+        """Applies ``transition``. ``held``: the result, if it was already communicated; ``own``:
+        nothing else refers to its memory. ``running``: reductions of the backward that
+        ``EarlyReduce`` started."""
+        ctx.transition, ctx.running = transition, running
         activation_checkpoint.join_region(ctx)
         if held is not None:
             return held[0].data if own else held[0].view_as(held[0])
-        if way.run is None:
+        if transition.run is None:
             return x.view_as(x)
-        out = way.run(x)
+        out = transition.run(x)
         if out is x:
             return x.view_as(x)
         if is_view(out) and storage_id(out.untyped_storage()) != storage_id(x.untyped_storage()):
@@ -155,16 +160,16 @@ class ReshardFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        work = ctx.begun.pop(current_backward(), None) if ctx.begun else None
+        work = ctx.running.pop(current_backward(), None) if ctx.running else None
         if work is not None:
             return work.wait(), None, None, None, None
         activation_checkpoint.recompute_region(ctx)
-        back, scale = ctx.way.back()
+        backward, scale = ctx.transition.backward()
         if scale != 1.0:
             grad = grad * scale
         if torch.is_grad_enabled():
-            return along(grad, back, None), None, None, None, None
-        return grad if back.run is None else back.run(grad), None, None, None, None
+            return apply_transition(grad, backward, None), None, None, None, None
+        return grad if backward.run is None else backward.run(grad), None, None, None, None
 
 
 class EarlyReduce(torch.autograd.Function):
@@ -173,8 +178,10 @@ class EarlyReduce(torch.autograd.Function):
     ``ops.linalg.overlapped_linear``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, begin: Begin, begun: Begun, first: int) -> Tensor:
-        ctx.begin, ctx.begun = begin, begun
+    def forward(
+        ctx: Any, x: Tensor, start: StartReduction, running: RunningReductions, first: int
+    ) -> Tensor:
+        ctx.start, ctx.running = start, running
         ctx.reserved_nodes = list(range(first + RESERVED - 1, first - 1, -1))
         activation_checkpoint.join_region(ctx)
         return x.view_as(x)
@@ -183,36 +190,40 @@ class EarlyReduce(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         if not torch.is_grad_enabled():
             activation_checkpoint.recompute_region(ctx)
-            ctx.begun[current_backward()] = ctx.begin(grad)
+            ctx.running[current_backward()] = ctx.start(grad)
         return grad, None, None, None
 
 
 # Calls C++ directly: the Python layer of Function.apply serves functorch, which is not used here.
-_move: Any = direct_apply(ReshardFunction)
+_reshard_function: Any = direct_apply(ReshardFunction)
 _early_reduce: Any = direct_apply(EarlyReduce)
 
 
-def move(
+def reshard_local(
     x: Tensor, src: GradType, dst: GradType, held: list[Tensor] | None, own: bool = False
 ) -> Tensor:
     """Returns the local of ``dst`` for ``x``, the local of ``src``."""
-    return along(x, way(*src, *dst), held, own)
+    return apply_transition(x, transition_between(*src, *dst), held, own)
 
 
-def along(x: Tensor, way: GradTransition, held: list[Tensor] | None, own: bool = False) -> Tensor:
-    """Applies ``ReshardFunction``, and ``EarlyReduce`` after it if ``way.begin`` is set."""
+def apply_transition(
+    x: Tensor, transition: GradTransition, held: list[Tensor] | None, own: bool = False
+) -> Tensor:
+    """Applies ``ReshardFunction``, and ``EarlyReduce`` after it if ``transition.start`` is set."""
     if observers:
-        return observe.run_step(_along, x, way, held, own)
-    return _along(x, way, held, own)
+        return observe.run_step(_apply_transition, x, transition, held, own)
+    return _apply_transition(x, transition, held, own)
 
 
-def _along(x: Tensor, way: GradTransition, held: list[Tensor] | None, own: bool) -> Tensor:
-    begun: Begun | None = None if way.begin is None else {}
-    out: Tensor = _move(x, way, held, begun, own)
-    if begun is None or out.grad_fn is None:
+def _apply_transition(
+    x: Tensor, transition: GradTransition, held: list[Tensor] | None, own: bool
+) -> Tensor:
+    running: RunningReductions | None = None if transition.start is None else {}
+    out: Tensor = _reshard_function(x, transition, held, running, own)
+    if running is None or out.grad_fn is None:
         return out
     first = node_number(out.grad_fn) + 1
     for _ in range(RESERVED):
         out.view_as(out)  # uses up a number
-    early: Tensor = _early_reduce(out, way.begin, begun, first)
+    early: Tensor = _early_reduce(out, transition.start, running, first)
     return early

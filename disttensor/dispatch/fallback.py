@@ -26,7 +26,7 @@ from disttensor.pytree import Uncacheable, collect, substitute
 from disttensor.random.state import forked, generator_for_one, generator_in
 from disttensor.tensor import views
 from disttensor.tensor.dist_tensor import DistTensor, wrap
-from disttensor.tensor.reshard import moved_for
+from disttensor.tensor.reshard import resharded_local
 from disttensor.tensor.tensor_meta import described
 from disttensor.tensor.versions import count, version
 from disttensor.torch_private import schemas_of, storage_id
@@ -117,7 +117,7 @@ def gather_and_run(planned: PythonCall, args: Sequence[Any], kwargs: dict[str, A
     def take(x: Tensor) -> Tensor:
         if type(x) is not DistTensor:
             return x
-        full = moved_for(x, x.spec.replicated(), ())
+        full = resharded_local(x, x.spec.replicated(), ())
         if x.spec is not x.spec.replicated() and id(x) in changed:
             full = full.clone()
         taken.append((x, full, version(full)))
@@ -181,7 +181,7 @@ def _give_back(x: DistTensor, full: Tensor, func: Function, before: int) -> None
     views.refuse_copy(x, func)
     tracked = True
     if x.spec is not x.spec.replicated():
-        x.local.copy_(moved_for(wrap(full, x.spec.replicated()), x.spec, ()))
+        x.local.copy_(resharded_local(wrap(full, x.spec.replicated()), x.spec, ()))
     elif version(full) == before:
         count(full)
         tracked = False

@@ -9,7 +9,7 @@ import torch
 
 from disttensor import observe
 from disttensor.autograd import activation_checkpoint, functional, halo_exchange
-from disttensor.autograd.grad_types import GradType, move
+from disttensor.autograd.grad_types import GradType, reshard_local
 from disttensor.comm import collectives
 from disttensor.comm.work import finished
 from disttensor.core.layout import Axes, Layout
@@ -94,7 +94,7 @@ class MeshCollectives:
             )
             for layout in (have, want)
         )
-        return move(x, src, dst, None)
+        return reshard_local(x, src, dst, None)
 
     def draw(self, default: str, generator: torch.Generator | None = None) -> state.RandomDraw:
         return state.draw(self.mesh, default, generator)

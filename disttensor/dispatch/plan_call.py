@@ -18,7 +18,7 @@ from disttensor.meta import execute, infer
 from disttensor.pytree import collect
 from disttensor.random.state import IDLE
 from disttensor.tensor.dist_tensor import DistTensor
-from disttensor.tensor.reshard import relabels
+from disttensor.tensor.reshard import is_local_relabel
 from disttensor.torch_private import autocast_is_on
 
 Tensor = torch.Tensor
@@ -62,7 +62,7 @@ def plan_call(plan: Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> CallPl
         () if inplace else tuple(plan.output_specs),
         input_specs=tuple(plan.input_specs) if plan.redistributes else (),
         is_view=is_view,
-        is_copy=any(w is not None and not relabels(s, w) for s, w in moves),
+        is_copy=any(w is not None and not is_local_relabel(s, w) for s, w in moves),
         origin=origin,
         writes=tuple(plan.factors.targets) if inplace else None,
         untracked_writes=inplace and is_untracked(func),

@@ -21,7 +21,7 @@ from disttensor.dispatch.call_plan import CallPlan
 from disttensor.pytree import collect, substitute
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.grad import is_gradient
-from disttensor.tensor.reshard import moved_for, resharded
+from disttensor.tensor.reshard import resharded, resharded_local
 from disttensor.tensor.versions import INFERENCE, is_handed_out, version
 
 Tensor = torch.Tensor
@@ -47,7 +47,7 @@ def remember(x: DistTensor, dst: DistSpec) -> DistTensor:
     local = x.local
     inside = dst.mesh.coordinate is not None
     # only the local: a reference to x would be a cycle
-    value = wrap(moved_for(x, dst, ()) if inside else resharded(x, dst).local, dst)
+    value = wrap(resharded_local(x, dst, ()) if inside else resharded(x, dst).local, dst)
     if inside and is_handed_out(local):
         return value
     if local.is_inference():

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from disttensor import observe
-from disttensor.autograd.grad_types import GradType, move
+from disttensor.autograd.grad_types import GradType, reshard_local
 from disttensor.core.layout import Axes
 from disttensor.core.spec import DistSpec
 from disttensor.tensor.dist_tensor import DistTensor
@@ -27,7 +27,7 @@ def repeat(
     after a write. ``made``, ``made_at``: versions of the arguments and of ``value`` at the call."""
     now = versions_of([t for t in (*args, *words.values()) if isinstance(t, Tensor)])
     if version(value) != made_at or now != made:
-        out: Tensor = move(value, GradType(spec), GradType(spec, axes), None)
+        out: Tensor = reshard_local(value, GradType(spec), GradType(spec, axes), None)
         return out
     varying = [_varying(a, axes) for a in args]
     named = {k: _varying(v, axes) for k, v in words.items()}

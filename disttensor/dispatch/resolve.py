@@ -26,7 +26,7 @@ from disttensor.dispatch.local_context import MeshCollectives
 from disttensor.errors import name_of, user_line
 from disttensor.pytree import collect, substitute
 from disttensor.tensor.dist_tensor import DistTensor, arrived
-from disttensor.tensor.reshard import relabels
+from disttensor.tensor.reshard import is_local_relabel
 from ops.factors import Arg, Factors
 from ops.infer import NoRule, decide
 from ops.local import LocalCall
@@ -112,7 +112,7 @@ class Plan:
             bool(s.layout.partial)
             and w == Layout(s.layout.dims)
             and all(op == "sum" for _, op in s.layout.partial)
-            and not relabels(s, s.with_layout(w))
+            and not is_local_relabel(s, s.with_layout(w))
             for s, w in zip(self.specs, self.decision.input_layouts, strict=True)
         ]
 

@@ -27,7 +27,7 @@ from disttensor.pytree import collect, substitute
 from disttensor.random import state
 from disttensor.tensor import views
 from disttensor.tensor.dist_tensor import DistTensor, wrap
-from disttensor.tensor.reshard import moved_for
+from disttensor.tensor.reshard import resharded_local
 from disttensor.tensor.tensor_meta import described
 from disttensor.tensor.uses import origin_of, set_origin
 from disttensor.tensor.versions import count, version
@@ -146,7 +146,7 @@ def read(r: Read, value: Any) -> Any:
         x = value if type(value) is DistTensor else _replicated(value, regular)
         if spec is None:
             return x.local_for(varying) if varying else x.local
-        return moved_for(x, spec, varying)
+        return resharded_local(x, spec, varying)
     if elements and (kind is not _LIST or _grad()):
         each = iter(elements)
         return substitute(value, lambda t: read(next(each), t))

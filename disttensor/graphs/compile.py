@@ -32,7 +32,7 @@ from disttensor.trace.guarded_forward import ForwardCall
 from disttensor.trace.instance_forward import InstanceForward
 from disttensor.trace.record import Program, ambient
 from disttensor.trace.replay import Replay
-from disttensor.trace.tape import LineCall, LineKind, defined, spelled_call, tensors_in, variables
+from disttensor.trace.tape import LineCall, LineKind, call_text, define, tensors_in, variables
 from reshard import cross_mesh
 
 Tensor = torch.Tensor
@@ -131,13 +131,13 @@ class CompiledForward(Replay):
         results = "".join(f"{name}, " for name in needed)
         text = _function("local", given, body, f"({results})")
         scope["local"] = torch.compile(
-            defined("local", text, dict(scope)), backend=self.backend, dynamic=False,
+            define("local", text, dict(scope)), backend=self.backend, dynamic=False,
             fullgraph=len(self._breaks) == breaks and not self._breaks, **self.options,
         )  # fmt: skip
         call = f"({results}) = local({', '.join(given)})" if needed else "pass"
         lines = [*reads, call, *makes]
         text = _function("program", program.parameters, lines, program.result)
-        return defined("program", text, scope)
+        return define("program", text, scope)
 
     def _lowered(self, call: LineCall, scope: dict[str, Any]) -> str:
         """Returns the text of a call that torch.compile can trace, or that breaks the graph."""
@@ -149,16 +149,16 @@ class CompiledForward(Replay):
             func = torch.compiler.disable(func)
         name = f"f{len(scope)}"
         scope[name] = func
-        return spelled_call(call, name)
+        return call_text(call, name)
 
 
 def _traceable(func: Function, args: tuple[Any, ...]) -> tuple[Function, tuple[Any, ...] | None]:
     """Returns the form of a function that communicates which torch.compile traces, and its
     arguments after the tensor; the function itself, and None, for all others."""
-    if func is grad_types._along:
+    if func is grad_types._apply_transition:
         return traced_reshard, _transition(args[1])
     if func is cross_mesh._run and args[1].mesh is args[2].mesh:
-        return traced_reshard, _transition(grad_types.way(args[1], (), args[2], ()))
+        return traced_reshard, _transition(grad_types.transition_between(args[1], (), args[2], ()))
     if func in (functional.psum, functional.pvary) and args[1] is not None:
         return traced_sum, (number_of(args[1]), func is functional.psum)
     if func is functional.all_gather and args[1] is not None:
@@ -168,12 +168,12 @@ def _traceable(func: Function, args: tuple[Any, ...]) -> tuple[Function, tuple[A
     return func, None
 
 
-def _transition(way: GradTransition) -> tuple[Any, ...]:
-    partial = (*way.src.spec.layout.partial, *way.dst.spec.layout.partial)
+def _transition(transition: GradTransition) -> tuple[Any, ...]:
+    partial = (*transition.src.spec.layout.partial, *transition.dst.spec.layout.partial)
     if any(op not in ("sum", "avg") for _, op in partial):  # has no gradient
-        return number_of(way), REFUSED, 1.0
-    back, scale = way.back()
-    return number_of(way), number_of(back), scale
+        return number_of(transition), REFUSED, 1.0
+    back, scale = transition.backward()
+    return number_of(transition), number_of(back), scale
 
 
 def _named(func: Function) -> str:

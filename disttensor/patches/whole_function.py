@@ -21,7 +21,7 @@ from disttensor import callbacks
 from disttensor.pytree import collect, substitute
 from disttensor.tensor.backward import BEHIND
 from disttensor.tensor.base import MeshTensor
-from disttensor.tensor.reshard import moved_for
+from disttensor.tensor.reshard import resharded_local
 
 Tensor = torch.Tensor
 
@@ -84,7 +84,7 @@ def _run(
             return x
         if id(x) not in made:
             if x.is_initialized:
-                made[id(x)] = moved_for(x, x.spec.replicated(), ())
+                made[id(x)] = resharded_local(x, x.spec.replicated(), ())
             else:  # outside the mesh the function runs on tensors without data
                 made[id(x)] = collect(args, [])[0].new_empty(x.spec.shape, dtype=x.spec.dtype)
         return made[id(x)]

@@ -22,7 +22,7 @@ from typing import Any, Self
 import torch
 
 from disttensor import observe
-from disttensor.autograd.grad_types import GradType, move
+from disttensor.autograd.grad_types import GradType, reshard_local
 from disttensor.comm.work import Work
 from disttensor.core.spec import DistSpec
 from disttensor.tensor.base import MeshTensor, varying_axes
@@ -116,7 +116,9 @@ def started(x: DistTensor, dst: DistSpec) -> DistTensor:
     with torch.no_grad():
         work = begin(source.detach() if in_graph else source)
     into = work.wait() if work.into is None else work.into
-    moved = move(source, GradType(src, read), GradType(dst), [into], own=True) if in_graph else into
+    moved = into
+    if in_graph:
+        moved = reshard_local(source, GradType(src, read), GradType(dst), [into], own=True)
     if work.into is None:
         out = wrap(moved, dst)
     else:

@@ -12,7 +12,7 @@ import torch
 from disttensor import callbacks
 from disttensor.autograd import token
 from disttensor.autograd.accumulation import RETURNED, backward_context, current_context
-from disttensor.autograd.grad_types import GradType, dual
+from disttensor.autograd.grad_types import GradType, gradient_type
 from disttensor.autograd.graph import node_of, nodes_of
 from disttensor.autograd.joined_backward import part_of_present
 from disttensor.autograd.starts import may_start
@@ -25,7 +25,7 @@ from disttensor.core.spec import DistSpec
 from disttensor.tensor.base import MeshTensor
 from disttensor.tensor.grad import as_gradient, combined, grad_spec
 from disttensor.tensor.grad_slot import GradCollector, collector_of
-from disttensor.tensor.reshard import MICRO_BATCH, moved_for, resharded
+from disttensor.tensor.reshard import MICRO_BATCH, resharded, resharded_local
 from disttensor.tensor.uses import leaves_of
 from disttensor.torch_private import current_backward
 from disttensor.torch_private import run_backward as engine_backward
@@ -126,7 +126,7 @@ def _leaves_of(inputs: Any) -> list[Tensor]:
 def seed(x: MeshTensor, gradient: Any) -> Tensor:
     """Returns the gradient of x's local for the ``gradient`` of the global tensor (None: 1 for a
     scalar)."""
-    typed, divide = dual(GradType(x.spec))
+    typed, divide = gradient_type(GradType(x.spec))
     if gradient is None:
         if x.spec.shape.numel() != 1:
             raise RuntimeError(
@@ -143,7 +143,7 @@ def seed(x: MeshTensor, gradient: Any) -> Tensor:
     spec = typed.spec.with_dtype(gradient.dtype)
     if not isinstance(gradient, MeshTensor):
         gradient = x.like(gradient.view_as(gradient), spec.replicated())
-    g = moved_for(gradient, spec, typed.varying)
+    g = resharded_local(gradient, spec, typed.varying)
     return g if divide == 1.0 else g / divide
 
 
@@ -231,7 +231,7 @@ def autograd_grad(
             )
     for i, (x, whole, g) in enumerate(zip(ins, given_inputs, result, strict=True)):
         if x is not whole and isinstance(g, MeshTensor):
-            result[i] = moved_for(g, g.spec.replicated(), ())
+            result[i] = resharded_local(g, g.spec.replicated(), ())
     return tuple(result)
 
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from disttensor.autograd import token
-from disttensor.autograd.grad_types import whole_grad
+from disttensor.autograd.grad_types import scale_average_grad
 from disttensor.comm.process_group import world
 from disttensor.core.layout import Layout
 from disttensor.core.mesh import ProcessMesh, as_mesh
@@ -196,6 +196,6 @@ def rebuild(
             "x.full_tensor(), or with ranks outside x.full_tensor(everywhere=True)"
         )
     else:
-        local = whole_grad(local.detach().requires_grad_(flags[0]), spec)
+        local = scale_average_grad(local.detach().requires_grad_(flags[0]), spec)
     x = wrap(local, spec)
     return as_parameter(x) if flags[1] else x

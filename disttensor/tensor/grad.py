@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-from disttensor.autograd.grad_types import GradType, dual, move
+from disttensor.autograd.grad_types import GradType, gradient_type, reshard_local
 from disttensor.core.layout import Axes, Layout
 from disttensor.core.spec import DistSpec
 from disttensor.tensor.base import MeshTensor
@@ -70,7 +70,7 @@ class Grad(MeshTensor):
 
 def grad_spec(x: MeshTensor, axes: Axes) -> DistSpec:
     """Returns the spec of a gradient that was collected for uses varying over ``axes``."""
-    return dual(GradType(x.spec, axes))[0].spec
+    return gradient_type(GradType(x.spec, axes))[0].spec
 
 
 def combined(x: MeshTensor, pieces: Sequence[tuple[Axes, Tensor]]) -> tuple[Axes, Tensor]:
@@ -83,10 +83,11 @@ def combined(x: MeshTensor, pieces: Sequence[tuple[Axes, Tensor]]) -> tuple[Axes
     union = tuple(sorted({a for axes, _ in pieces for a in axes}))
     # for a second derivative, every rank keeps all gradients in the graph
     if any(g.requires_grad for _, g in pieces):
-        to = dual(GradType(x.spec, union))[0]
+        to = gradient_type(GradType(x.spec, union))[0]
+        types = [gradient_type(GradType(x.spec, axes))[0] for axes, _ in pieces]
         moved = [
-            g if axes == union else move(g, dual(GradType(x.spec, axes))[0], to, None)
-            for axes, g in pieces
+            g if t == to else reshard_local(g, t, to, None)
+            for t, (_, g) in zip(types, pieces, strict=True)
         ]
         return union, sum(moved[1:], start=moved[0])
     coordinate = x.spec.mesh.coordinate or ()
@@ -142,12 +143,12 @@ def _grow(shown: MeshTensor, x: MeshTensor, axes: Axes, total: Tensor) -> None:
 def as_gradient(x: T, axes: Axes, g: Tensor) -> T:
     """Returns the gradient ``g`` of x's local (of its use varying over ``axes``) as the gradient of
     x."""
-    typed, divided = dual(GradType(x.spec, axes))
+    typed, divided = gradient_type(GradType(x.spec, axes))
     if divided != 1.0 and not x.local.is_leaf:
         g = g * divided
     # in the graph it is read varying; later uses of it are not varying
     if typed.varying and g.requires_grad:
-        g = move(g, typed, GradType(typed.spec), None)
+        g = reshard_local(g, typed, GradType(typed.spec), None)
     return x.like(g, typed.spec.with_dtype(g.dtype))
 
 

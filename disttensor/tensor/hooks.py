@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from disttensor.autograd.grad_types import GradType, dual
+from disttensor.autograd.grad_types import GradType, gradient_type
 from disttensor.autograd.joined_backward import this_backward, when_over
 from disttensor.autograd.split_backward import watched
 from disttensor.core.layout import Axes
@@ -113,7 +113,7 @@ def _on_local(x: MeshTensor, hook: Callable[[Any], Any], axes: Axes) -> Callable
 
 def _meaning(x: MeshTensor, axes: Axes, dtype: torch.dtype) -> tuple[DistSpec, float]:
     """Returns the spec of the gradient of a local, and its divisor (for a pending average)."""
-    typed, divided = dual(GradType(x.spec, axes))
+    typed, divided = gradient_type(GradType(x.spec, axes))
     return typed.spec.with_dtype(dtype), 1.0 if x.local.is_leaf else divided
 
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 
 from disttensor.autograd import token
-from disttensor.autograd.grad_types import whole_grad
+from disttensor.autograd.grad_types import scale_average_grad
 from disttensor.core.spec import DistSpec
 from disttensor.tensor import views
 from disttensor.tensor.base import MeshTensor
@@ -51,7 +51,7 @@ class InPlace(MeshTensor):
         for _, t in leaves_of(self) if leaf else [((), self.local)]:
             t.requires_grad_(requires_grad)
         if requires_grad:
-            whole_grad(self.local, self.spec)
+            scale_average_grad(self.local, self.spec)
         return self
 
     def detach(self) -> Self:
@@ -117,7 +117,7 @@ class InPlace(MeshTensor):
         elif value.is_initialized and self.local.is_meta and not value.local.is_meta:
             # torch's own ``data`` cannot replace a meta tensor by a tensor with memory
             local = value.local.data.requires_grad_(self.local.requires_grad)
-            self.local = whole_grad(local, value.spec)
+            self.local = scale_average_grad(local, value.spec)
             if self._uses is not None:
                 self._uses.aliases = None
         elif value.is_initialized:

@@ -1,9 +1,9 @@
 """Reshards a tensor, differentiably: within its mesh, and from one mesh to another.
 
 A reshard to another mesh is called by every rank of the world: ranks of the source send, ranks of
-the target receive, the others pass the token on. The backward sends the gradient from the dual of
-the target to the dual of the source (see ``disttensor.autograd.grad_types``). Every rank that sent
-or received reaches it: through the local if there is one, else through the token.
+the target receive, the others pass the token on. The backward sends the gradient back, between the
+gradient types of both (``disttensor.autograd.grad_types``). Every rank that sent or received
+reaches it: through the local if there is one, else through the token.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from disttensor.autograd import activation_checkpoint, token
-from disttensor.autograd.cross_mesh import crossed, own_memory
-from disttensor.autograd.grad_types import GradType, along, way
+from disttensor.autograd.cross_mesh import cross_mesh_transfer, own_memory
+from disttensor.autograd.grad_types import GradType, apply_transition, transition_between
 from disttensor.cache import Cache, cached
 from disttensor.comm import p2p
 from disttensor.core.layout import Axes
@@ -39,13 +39,13 @@ MICRO_BATCH: ContextVar[Any] = ContextVar("micro batch", default=None)
 
 
 @cached(4096)
-def relabels(src: DistSpec, dst: DistSpec) -> bool:
+def is_local_relabel(src: DistSpec, dst: DistSpec) -> bool:
     """Returns True if the layouts differ on axes of size 1 only, so that both share one memory."""
-    ends = zip(src.placements, dst.placements, src.mesh.shape, strict=True)
-    return all(n == 1 or p == q for p, q, n in ends)
+    axes = zip(src.placements, dst.placements, src.mesh.shape, strict=True)
+    return all(n == 1 or p == q for p, q, n in axes)
 
 
-class Ends(NamedTuple):
+class ReshardKind(NamedTuple):
     """stays, with_grad: True if a local of the source is a local of the target (with_grad: also one
     that requires grad; a pending reduction without a gradient, as ``max``, is refused on one rank
     too). cuts: True if the move splits a dim on an axis that the source is replicated on."""
@@ -56,28 +56,28 @@ class Ends(NamedTuple):
 
 
 @cached(4096)
-def ends(src: DistSpec, dst: DistSpec) -> Ends:
-    same = relabels(src, dst)
+def reshard_kind(src: DistSpec, dst: DistSpec) -> ReshardKind:
+    same = is_local_relabel(src, dst)
     has_gradient = all(op in ("sum", "avg") for _, op in src.layout.partial)
-    return Ends(same, same and has_gradient, not src.varies.issuperset(dst.layout.sharded))
+    return ReshardKind(same, same and has_gradient, not src.varies.issuperset(dst.layout.sharded))
 
 
-def moved_for(x: MeshTensor, dst: DistSpec, axes: Axes) -> Tensor:
+def resharded_local(x: MeshTensor, dst: DistSpec, axes: Axes) -> Tensor:
     """Returns the local of x resharded to ``dst``, a spec of the same mesh, for a use that varies
     over ``axes``."""
     src = x.spec
     if src is dst:
         return x.local_for(axes)
     local = x.local
-    stays, with_grad, cuts = ends(src, dst)
+    stays, with_grad, cuts = reshard_kind(src, dst)
     if with_grad if local.requires_grad else stays:
         return x.local_for(axes)
     if not local.requires_grad or not torch.is_grad_enabled():
         return cross_mesh.run(local, src, dst)
     if axes or cuts:
         read = varying_axes(x, dst, axes)
-        return along(x.local_for(read), way(src, read, dst, axes), None)
-    return along(local, way(src, (), dst, ()), None)
+        return apply_transition(x.local_for(read), transition_between(src, read, dst, axes), None)
+    return apply_transition(local, transition_between(src, (), dst, ()), None)
 
 
 def resharded(x: T, dst: DistSpec, fresh: bool = False) -> T:
@@ -92,7 +92,7 @@ def resharded(x: T, dst: DistSpec, fresh: bool = False) -> T:
         return x
     if not x.is_initialized:
         return x.like(x.local if torch.is_grad_enabled() else x.local.detach(), dst)
-    moved = moved_for(x, dst, ())
+    moved = resharded_local(x, dst, ())
     if fresh and storage_id(moved.untyped_storage()) == storage_id(x.local.untyped_storage()):
         moved = moved.clone()
     out = x.like(moved, dst)
@@ -104,19 +104,19 @@ def resharded(x: T, dst: DistSpec, fresh: bool = False) -> T:
 def set_result_of(out: MeshTensor, x: MeshTensor, moved: Tensor) -> None:
     """Marks ``out`` as a reshard of x, with the local ``moved``."""
     made_at = version(moved)
-    set_origin(out, partial(again, x, out.spec, moved, moved.detach(), made_at))
+    set_origin(out, partial(reshard_for_use, x, out.spec, moved, moved.detach(), made_at))
 
 
-def again(
+def reshard_for_use(
     x: MeshTensor, dst: DistSpec, moved: Tensor, known: Tensor, made_at: int, axes: Axes
 ) -> Tensor:
     """Reshards ``x`` again for a use varying over ``axes``, with the value ``known``: the origin of
     the result of a reshard."""
     # written to since, perhaps through a view: no longer the value of x
     if version(moved) != made_at:
-        return along(moved, way(dst, (), dst, axes), None)
+        return apply_transition(moved, transition_between(dst, (), dst, axes), None)
     read = varying_axes(x, dst, axes)
-    return along(x.local_for(read), way(x.spec, read, dst, axes), [known])
+    return apply_transition(x.local_for(read), transition_between(x.spec, read, dst, axes), [known])
 
 
 _targets: Cache[Any, DistSpec] = Cache(4096)
@@ -150,7 +150,7 @@ def target(
 # To another mesh ----------------------------------------------------------------------------------
 
 
-def _by_way_of_roots(x: T, dst: DistSpec) -> T:
+def _reshard_on_roots(x: T, dst: DistSpec) -> T:
     """Reshards ``x`` from or to a sub-mesh by way of the root meshes. A sub-mesh differs between
     ranks; the reshard between the roots is the same on all. The local is the same on both."""
     seen = x.like(_alias(x.local_for(())), x.spec.on_root())
@@ -170,7 +170,7 @@ def _cross(x: T, dst: DistSpec) -> T:
     """Reshards ``x`` to ``dst`` on another mesh. Every rank of the world calls this."""
     src = x.spec
     if src.on_root() is not src or dst.on_root() is not dst:
-        return _by_way_of_roots(x, dst)
+        return _reshard_on_roots(x, dst)
     local = x.local
     if type(local) is not Tensor:
         views.check(x)
@@ -199,4 +199,4 @@ def _cross(x: T, dst: DistSpec) -> T:
     reached = local if sends or local.grad_fn is not None else token.detached(src.mesh.device)
     if graph is not None and not repeated:
         return x.like(graph.cut(reached, held, src, dst, tag), dst)
-    return x.like(crossed(reached, held, GradType(src), GradType(dst), tag), dst)
+    return x.like(cross_mesh_transfer(reached, held, GradType(src), GradType(dst), tag), dst)

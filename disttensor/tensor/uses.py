@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from disttensor.autograd.activation_checkpoint import region
-from disttensor.autograd.grad_types import along, way, whole_grad
+from disttensor.autograd.grad_types import apply_transition, scale_average_grad, transition_between
 from disttensor.core.layout import Axes
 from disttensor.tensor.versions import INFERENCE, UNCOUNTED, count
 from disttensor.tensor.views import invalidate as invalidate_views
@@ -90,9 +90,9 @@ def alias_of(x: Any, axes: Axes) -> Tensor:
     if mode is UseMode.DERIVED:
         alias = uses.origin(axes)  # type: ignore[misc]
     elif mode is UseMode.LEAF:
-        alias, made_at = whole_grad(local.detach().requires_grad_(), x.spec), ANY
+        alias, made_at = scale_average_grad(local.detach().requires_grad_(), x.spec), ANY
     else:
-        alias = along(local, way(x.spec, (), x.spec, axes), None)
+        alias = apply_transition(local, transition_between(x.spec, (), x.spec, axes), None)
     if uses.aliases is None:
         uses.aliases = {}
     elif axes in uses.aliases and mode is UseMode.DERIVED and not local.is_leaf:

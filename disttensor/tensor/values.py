@@ -10,7 +10,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from disttensor.autograd.grad_types import GradType, dual, whole_grad
+from disttensor.autograd.grad_types import GradType, gradient_type, scale_average_grad
 from disttensor.autograd.starts import may_start
 from disttensor.checks import check_bool, check_sequence
 from disttensor.comm import collectives, objects
@@ -84,7 +84,7 @@ def axes_of_grad(who: str, spec: DistSpec, grad_placements: Any) -> Axes:
     ValueError if there are none."""
     grads = layout_of(grad_placements, spec.ndim, spec.mesh.ndim)
     axes = tuple(a for a, op in grads.partial if op == "sum" and a not in spec.varies)
-    if dual(GradType(spec, axes))[0].spec.layout != grads:
+    if gradient_type(GradType(spec, axes))[0].spec.layout != grads:
         raise ValueError(
             f"{who}: grad_placements={list(grad_placements)} of {spec!r}: a gradient has Shard for "
             "Shard, Replicate for Partial, and Replicate or Partial('sum') for Replicate. "
@@ -240,7 +240,7 @@ class Values(MeshTensor):
             )
         local = self.local.detach().clone(memory_format=torch.preserve_format)
         local.requires_grad_(self.local.requires_grad)
-        new = self.like(whole_grad(local, self.spec), self.spec)
+        new = self.like(scale_average_grad(local, self.spec), self.spec)
         memo[id(self)] = as_parameter(new) if self._is_param else new
         grad = None if self._is_param else get_grad(self)  # as nn.Parameter does
         # not in memo: the result of detach is freed soon, and its id is reused

@@ -128,13 +128,13 @@ class GuardedForward(InstanceForward):
             return self.eager(*args, **kwargs)
         guard = self._guard
         if guard is None or not guard.unchanged():
-            guard = self._look()
+            guard = self._renew_guard()
         if guard is None or guard.why:
             return self.eager(*args, **kwargs)
         try:
             key, inputs = self._key(guard, args, kwargs)
         except Uncacheable as why:
-            self._tell(str(why))
+            self._report(str(why))
             return self.eager(*args, **kwargs)
         program = self._programs.get(key)
         if type(program) is str:
@@ -155,7 +155,7 @@ class GuardedForward(InstanceForward):
         why = self.unfit(call)
         if why or not self._may_try():
             self._programs[key] = why
-            self._tell(why)
+            self._report(why)
             return self.eager(*args, **kwargs)
         marks, given = call.guard.marks(), _contents((args, kwargs))
         result, program = self.trace(call)
@@ -168,29 +168,29 @@ class GuardedForward(InstanceForward):
         elif _contents((args, kwargs)) != given:
             program = "it changes lists or dicts among its arguments"
         if type(program) is str:
-            self._tell(program)
+            self._report(program)
             if not program or program == ASSIGNS:
                 return result
         self._programs[key] = program
         return result
 
-    def _look(self) -> CodeGuard | None:
+    def _renew_guard(self) -> CodeGuard | None:
         """Guards the forward again. Returns None to stop trying."""
         if not self._may_try():
             return None
         self._programs.clear()
         self._guard = self.new_guard()
-        self._tell(self._guard.why)
+        self._report(self._guard.why)
         return self._guard
 
     def _may_try(self) -> bool:
         self._trials += 1
         if self._trials > _TRIALS + self.replays:
             self._never = True
-            self._tell("it changes too often")
+            self._report("it changes too often")
         return not self._never
 
-    def _tell(self, why: str) -> None:
+    def _report(self, why: str) -> None:
         if why and why not in self._why:
             self._why[why] = None
             if self.logs:

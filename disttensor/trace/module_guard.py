@@ -23,7 +23,7 @@ from disttensor.torch_private import global_module_hooks
 
 _guarded: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[ModuleGuard]]
 _guarded = weakref.WeakKeyDictionary()
-_TELLING = (
+_NOTIFYING = (
     "__setattr__", "__delattr__", "add_module", "register_forward_hook",
     "register_forward_pre_hook",
     "register_full_backward_hook", "register_full_backward_pre_hook", "register_backward_hook",
@@ -81,10 +81,10 @@ class ModuleGuard:
         if self.hooked:
             return _any(self._hooks)
         return not any(global_module_hooks) and (
-            self._remade == token.replaced[0] or self._as_they_were()
+            self._remade == token.replaced[0] or self._tensors_unchanged()
         )
 
-    def _as_they_were(self) -> bool:
+    def _tensors_unchanged(self) -> bool:
         self._remade = token.replaced[0]
         return all(map(is_, [p.spec for p in self.tensors], self._specs)) and all(
             map(is_, [p.local for p in self.tensors], self._locals)
@@ -123,7 +123,7 @@ def _any(tables: list[Any]) -> bool:
     return any(not getattr(hook, "harmless", False) for t in tables for hook in t.values())
 
 
-def _tell(module: Any, name: Any) -> None:
+def _notify_guards(module: Any, name: Any) -> None:
     for guard in _guarded.get(module, ()):
         guard.changed(name)
 
@@ -153,7 +153,7 @@ def _changing(name: str) -> Callable[..., Any]:
         result = method(self, *args, **kwargs)
         owner = self.owner()
         if owner is not None:
-            _tell(owner, name)
+            _notify_guards(owner, name)
         return result
 
     return change
@@ -169,9 +169,9 @@ def wrap_methods() -> None:
     """Wraps the methods that change modules, once, so that they notify guards."""
     if _wrapped or not _allowed[0]:
         return
-    for name in _TELLING:
+    for name in _NOTIFYING:
         method = getattr(nn.Module, name)
-        _wrapped[name] = method, _telling(method)
+        _wrapped[name] = method, _notifying(method)
         setattr(nn.Module, name, _wrapped[name][1])
 
 
@@ -191,12 +191,12 @@ def unwrap_methods() -> None:
     _wrapped.clear()
 
 
-def _telling(method: Callable[..., Any]) -> Callable[..., Any]:
+def _notifying(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = method(self, *args, **kwargs)
         if self in _guarded:
-            _tell(self, args[0] if args else "")
+            _notify_guards(self, args[0] if args else "")
         return result
 
     return wrapper

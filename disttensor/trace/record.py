@@ -221,7 +221,7 @@ class CallRecorder(Observer):
             order = permuted(func, args, kwargs) or ()
             if grad is not self.grad:
                 func, args, order = _in_mode, (grad, func, *args), ()
-            self.tape.call(func, args, kwargs, out, idle, order)
+            self.tape.add_call(func, args, kwargs, out, idle, order)
         except Untraceable as why:
             self.refuse(str(why))
 
@@ -247,19 +247,19 @@ class CallRecorder(Observer):
         communicates, or reads a value that may differ between calls."""
         if self.quiet or self.why:
             return self.run_step(name, *args, **kwargs)
-        before = self.tape.place(), self.writes, self.draws, self.sent, self.opening
+        before = self.tape.position(), self.writes, self.draws, self.sent, self.opening
         draws, sent, self.opening = counter._State.calls, self.comms, True
         unseen = self.comms - self.sent
         with self.drawing():
             out = body(*args, **kwargs)
-        made = all(self.tape.knows(t) for t in collect(out, []))
+        made = all(self.tape.has_variable(t) for t in collect(out, []))
         same = counter._State.calls == draws and self.comms - self.sent == unseen
         if not self.why and made and same:
             self.opening = before[-1]
             return out
         self.why = ""
-        place, self.writes, self.draws, self.sent, self.opening = before
-        self.tape.back(place)
+        position, self.writes, self.draws, self.sent, self.opening = before
+        self.tape.rewind(position)
         if not self.quiet:
             self.draws += counter._State.calls - draws
             self.sent += self.comms - sent
@@ -341,14 +341,14 @@ class CallRecorder(Observer):
 
     def use(self, source: str, axes: Any, alias: Tensor) -> None:
         """Records that ``alias`` is the local of a source for uses that vary over ``axes``."""
-        if self.tape.knows(alias):
+        if self.tape.has_variable(alias):
             return
         name = self.tape.bind(alias)
         call = f"{source}.local_for({axes!r})"
         if torch.is_grad_enabled() is not self.grad:
             mode = self.tape.constant(_in_mode)
             call = f"{mode}({torch.is_grad_enabled()}, {source}.local_for, {axes!r})"
-        self.tape.line(LineKind.READ, f"{name} = {call}", name)
+        self.tape.add_line(LineKind.READ, f"{name} = {call}", name)
 
     def wrote(self, x: DistTensor) -> None:
         """Records a call ``written(x)``."""
@@ -361,7 +361,7 @@ class CallRecorder(Observer):
             text = f"{self.tape.constant(writes.written)}({source})"
         else:
             text = f"{self.tape.constant(views.invalidate)}({self.tape.text(x.local)})"
-        self.tape.line(LineKind.WRITE, text)
+        self.tape.add_line(LineKind.WRITE, text)
 
     # The recorded program -------------------------------------------------------------------------
 
@@ -380,7 +380,7 @@ class CallRecorder(Observer):
                 raise Untraceable("it changes the shape or the memory of a tensor from outside")
         made = Results(self.tape, self.writes).text(result)
         merged = self.tape.live_lines(made, merge=True)
-        run, text = self.tape.function(self.parameters, merged, made)
+        run, text = self.tape.build_function(self.parameters, merged, made)
         written = tuple(self.written)
         cut = tuple(self.cut.values())
         # A compiler merges by itself, and looks for attention in the lines as they are.

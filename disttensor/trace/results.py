@@ -18,7 +18,7 @@ from disttensor.tensor.grad_slot import collector_of
 from disttensor.tensor.uses import given_uses
 from disttensor.tensor.versions import version
 from disttensor.torch_private import make_subclass
-from disttensor.trace.tape import LineKind, Tape, is_constant, spelled
+from disttensor.trace.tape import LineKind, Tape, container_text, is_constant
 from disttensor.trace.world_state import Untraceable
 
 Tensor = torch.Tensor
@@ -39,11 +39,11 @@ class Results:
         if kind is DistTensor:
             return self.tensor(value)
         if kind is Tensor or kind is torch.nn.Parameter:
-            return self.tape.source_of(value) or self.tape.name(value)
+            return self.tape.source_of(value) or self.tape.variable_of(value)
         if is_constant(value):
             return self.tape.text(value)
         if kind in (list, tuple, dict):
-            return spelled(value, self.text)
+            return container_text(value, self.text)
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return f"{self.tape.constant(kind)}({', '.join(map(self.text, value))})"
         if isinstance(value, dict) and hasattr(value, "to_tuple"):  # of transformers
@@ -63,8 +63,8 @@ class Results:
     def _source(self, source: str, x: DistTensor) -> str:
         """Returns the text of a result that is an argument: the argument itself, if the function
         returned its local unchanged, as ``contiguous`` may do."""
-        local = self.tape.name(x.local)
-        if local == self.tape.is_read(source):
+        local = self.tape.variable_of(x.local)
+        if local == self.tape.local_variable_of(source):
             return source
         other = f"{self.tape.constant(wrap)}({local}, {self.tape.constant(x.spec)})"
         return f"({source} if {local} is {source}.local else {other})"
@@ -75,11 +75,11 @@ class Results:
         if x._view_state is not None:
             raise Untraceable("it gives a copy in place of a view, or a tensor by .data")
         local, spec = self.tape.text(x.local), self.tape.constant(x.spec)
-        name = self.tape.fresh()
+        name = self.tape.new_variable()
         make, kind = self.tape.constant(make_subclass), self.tape.constant(DistTensor)
         meta = self.tape.constant(x.spec.meta_tensor)  # as ``wrap``, without a call
-        self.tape.line(LineKind.MAKE, f"{name} = {make}({kind}, {meta})", name)
-        self.tape.line(LineKind.MAKE, f"{name}.local, {name}.spec = {local}, {spec}")
+        self.tape.add_line(LineKind.MAKE, f"{name} = {make}({kind}, {meta})", name)
+        self.tape.add_line(LineKind.MAKE, f"{name}.local, {name}.spec = {local}, {spec}")
         uses = x._uses
         if collector_of(x) is not None or (uses is not None and (uses.hooked or uses.frozen)):
             raise Untraceable("a result has hooks")
@@ -87,16 +87,16 @@ class Results:
             origin = "None" if uses.origin is None else self._origin(x, uses.origin)
             aliases = []
             for axes, (alias, made_at, _) in (uses.aliases or {}).items():
-                if made_at == x.local._version and self.tape.knows(alias):
-                    aliases.append(f"({axes!r}, {self.tape.name(alias)})")
+                if made_at == x.local._version and self.tape.has_variable(alias):
+                    aliases.append(f"({axes!r}, {self.tape.variable_of(alias)})")
             listed = "".join(f"{a}, " for a in aliases)
             if origin != "None" or aliases:
                 give = self.tape.constant(given_uses)
-                self.tape.line(LineKind.MAKE, f"{give}({name}, {origin}, ({listed}))")
+                self.tape.add_line(LineKind.MAKE, f"{give}({name}, {origin}, ({listed}))")
         kept = x._reduced
         if kept is not None and kept.source is x.local and kept.version == version(x.local):
             value = self.tensor(kept.value)
-            self.tape.line(
+            self.tape.add_line(
                 LineKind.MAKE, f"{self.tape.constant(_keep_reduced)}({name}, {value}, {kept.grad})"
             )
         return name
@@ -165,6 +165,6 @@ def _of_cheap(x: Any, origin: Any) -> list[Any]:
 # kind of origin -> function that returns the parts of a new origin
 _ORIGINS: dict[Any, Callable[[Any, Any], list[Any]]] = {
     run.view_of_use: _of_view,
-    tensor_reshard.again: _of_reshard,
+    tensor_reshard.reshard_for_use: _of_reshard,
     rematerialize.repeat: _of_cheap,
 }

@@ -74,7 +74,7 @@ class Tape:
 
     # Names ----------------------------------------------------------------------------------------
 
-    def fresh(self) -> str:
+    def new_variable(self) -> str:
         self._made += 1
         return f"t{self._made}"
 
@@ -85,7 +85,7 @@ class Tape:
             self.scope[name] = value
         return name
 
-    def name(self, t: Tensor) -> str:
+    def variable_of(self, t: Tensor) -> str:
         """Returns the variable of a regular tensor. Raises Untraceable if its origin is unknown."""
         found = self._names.get(id(t))
         if found is None:
@@ -97,8 +97,8 @@ class Tape:
                 )
             if source not in self._dist:
                 return source
-            found = self.fresh()
-            self.line(LineKind.READ, f"{found} = {source}.local", found, idle=True)
+            found = self.new_variable()
+            self.add_line(LineKind.READ, f"{found} = {source}.local", found, idle=True)
             self._read[source] = found
             self._names[id(t)] = found
             self._kept.append(t)
@@ -108,27 +108,27 @@ class Tape:
         """Returns the name of ``x`` if it is a source, else None."""
         return self.sources.get(id(x))
 
-    def is_read(self, source: str) -> str | None:
+    def local_variable_of(self, source: str) -> str | None:
         """Returns the variable that has the local of a source as read, or None if unread."""
         return self._read.get(source)
 
-    def knows(self, t: Tensor) -> bool:
+    def has_variable(self, t: Tensor) -> bool:
         return id(t) in self._names
 
-    def place(self) -> Any:
-        """Returns the present position of the tape, for ``back``."""
+    def position(self) -> Any:
+        """Returns the present position of the tape, for ``rewind``."""
         return len(self.lines), dict(self._names), dict(self._read)
 
-    def back(self, place: Any) -> None:
-        count, self._names, self._read = place
+    def rewind(self, position: Any) -> None:
+        count, self._names, self._read = position
         del self.lines[count:]
 
     # Lines ----------------------------------------------------------------------------------------
 
-    def line(self, kind: LineKind, text: str, *makes: str, idle: bool = False) -> None:
+    def add_line(self, kind: LineKind, text: str, *makes: str, idle: bool = False) -> None:
         self.lines.append(Line(kind, text, frozenset(makes), idle))
 
-    def call(
+    def add_call(
         self, func: Function, args: Any, kwargs: Any, out: Any, idle: bool = False,
         order: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
@@ -139,7 +139,7 @@ class Tape:
         target = self._target(out, made)
         kept = tuple([None if collect(a, []) else a for a in args])
         call = LineCall(func, kept, words, target if made else "")
-        of, text = words[0] if order else "", spelled_call(call, self.constant(func))
+        of, text = words[0] if order else "", call_text(call, self.constant(func))
         self.lines.append(Line(LineKind.CALL, text, frozenset(made), idle, of, order, call))
 
     def text(self, value: Any) -> str:
@@ -147,9 +147,9 @@ class Tape:
         if isinstance(value, Tensor):
             if kind is DistTensor:
                 raise Untraceable("a DistTensor is given to what runs on locals")
-            return self.name(value)
+            return self.variable_of(value)
         if kind in (list, tuple, dict):
-            return spelled(value, self.text)
+            return container_text(value, self.text)
         if kind in _PLAIN:
             return f"({value!r})" if kind is int and value < 0 else repr(value)
         return self.constant(value)
@@ -167,11 +167,11 @@ class Tape:
 
     def bind(self, t: Tensor) -> str:
         """Returns a new variable for ``t``."""
-        name = self._names[id(t)] = self.fresh()
+        name = self._names[id(t)] = self.new_variable()
         self._kept.append(t)
         return name
 
-    def _merged(self, needed: set[str]) -> list[Line]:
+    def _merge_permutes(self, needed: set[str]) -> list[Line]:
         """Returns the lines, with consecutive permutations merged into one if the tensor between
         them is read nowhere else."""
         reads = Counter(name for line in self.lines for name in variables(line.text))
@@ -184,7 +184,7 @@ class Tape:
                 out.remove(before)
                 order, (name,) = tuple(before.order[d] for d in line.order), line.makes
                 call = LineCall(Tensor.permute, (), (before.of, repr(order)), name)
-                text = spelled_call(call, self.constant(Tensor.permute))
+                text = call_text(call, self.constant(Tensor.permute))
                 line = Line(LineKind.CALL, text, line.makes, False, before.of, order, call)
             if line.order:
                 made.update(dict.fromkeys(line.makes, line))
@@ -198,13 +198,13 @@ class Tape:
         consecutive permutations of dims are one."""
         needed = set(variables(result))
         kept: list[Line] = []
-        for line in reversed(self._merged(needed) if merge else self.lines):
+        for line in reversed(self._merge_permutes(needed) if merge else self.lines):
             if not line.idle or line.makes & needed:
                 kept.append(line)
                 needed |= set(variables(line.text))
         return kept[::-1]
 
-    def function(
+    def build_function(
         self, parameters: Sequence[str], lines: Sequence[Line], result: str
     ) -> tuple[Function, str]:
         """Returns the function of ``parameters`` that runs the lines and returns ``result``, and
@@ -220,7 +220,7 @@ class Tape:
             needed = (needed - line.makes) | (read - line.makes)
         text = "\n".join([f"def program({', '.join(parameters)}):", *reversed(kept)])
         text += f"\n    return {result}\n"
-        return defined("program", text, dict(self.scope)), text
+        return define("program", text, dict(self.scope)), text
 
 
 def variables(text: str) -> list[str]:
@@ -232,14 +232,14 @@ def tensors_in(text: str) -> list[str]:
     return _TENSOR.findall(text)
 
 
-def defined(name: str, text: str, scope: dict[str, Any]) -> Function:
+def define(name: str, text: str, scope: dict[str, Any]) -> Function:
     """Returns the function ``name`` that ``text`` defines."""
     exec(compile(text, "<replay>", "exec"), scope)
     function: Function = scope[name]
     return function
 
 
-def spelled_call(call: LineCall, name: str) -> str:
+def call_text(call: LineCall, name: str) -> str:
     """Returns the text of a call, in which ``name`` is the function."""
     text = f"{name}({', '.join(call.words)})"
     return f"{call.target} = {text}" if call.target else text
@@ -249,7 +249,7 @@ def is_constant(value: Any) -> bool:
     return type(value) in CONSTANTS
 
 
-def spelled(value: Any, text: Callable[[Any], str]) -> str:
+def container_text(value: Any, text: Callable[[Any], str]) -> str:
     """Returns the text of a list, tuple or dict whose items have the text ``text(item)``."""
     if type(value) is list:
         return "[" + ", ".join(map(text, value)) + "]"

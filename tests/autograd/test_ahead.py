@@ -169,9 +169,9 @@ def both_ways(run):
     """With reductions that begin ahead, and without."""
     ahead = run()
     with mock.patch.object(grad_types, "reduction", lambda *_: None):
-        grad_types.way.cache_clear()  # what begins is decided once
+        grad_types.transition_between.cache_clear()  # what begins is decided once
         apart = run()
-    grad_types.way.cache_clear()
+    grad_types.transition_between.cache_clear()
     return ahead, apart
 
 

@@ -7,7 +7,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from disttensor.autograd.grad_types import GradType, dual, move, whole_grad
+from disttensor.autograd.grad_types import (
+    GradType,
+    gradient_type,
+    reshard_local,
+    scale_average_grad,
+)
 from disttensor.core.mesh import ProcessMesh
 from tests.support.pool import fake_world
 from tests.support.reshard_cases import P, R, S, Threads, layouts, spec, value, window
@@ -38,44 +43,44 @@ def mesh(*shape):
 def test_the_table_is_its_own_inverse(placements, varying, want, uses, divisor):
     m = mesh(2, 3)
     t = GradType(spec(m, placements, (6, 4)), varying)
-    found, divided = dual(t)
+    found, divided = gradient_type(t)
     assert found == GradType(spec(m, want, (6, 4)), uses) and divided == divisor
     if divisor == 1:
-        assert dual(found) == (GradType(t.spec, tuple(sorted(varying))), 1)
+        assert gradient_type(found) == (GradType(t.spec, tuple(sorted(varying))), 1)
 
 
 def test_uses_are_named_in_order_of_the_axes():
     m = mesh(1, 2, 1, 1, 1, 1, 1, 1, 2)
     placements = [P() if a in (1, 8) else R for a in range(9)]
-    assert dual(GradType(spec(m, placements, (4,))))[0].varying == (1, 8)
+    assert gradient_type(GradType(spec(m, placements, (4,))))[0].varying == (1, 8)
 
 
 def test_an_extreme_that_is_pending_has_no_gradient():
     with pytest.raises(RuntimeError, match="pending 'max' has no gradient"):
-        dual(GradType(spec(mesh(2), [P("max")], (4,))))
+        gradient_type(GradType(spec(mesh(2), [P("max")], (4,))))
 
 
 @pytest.mark.parametrize(("pending", "times"), [("avg", 4), ("sum", 1), ("max", 1)])
 def test_the_gradient_of_an_average_is_scaled_once(pending, times):
     s = spec(mesh(4), [P(pending)], (3,))
     leaf = torch.ones(3, requires_grad=True)
-    assert whole_grad(whole_grad(leaf, s), s) is leaf
+    assert scale_average_grad(scale_average_grad(leaf, s), s) is leaf
     leaf.sum().backward()
     assert leaf.grad.tolist() == [times] * 3
     plain = torch.ones(3)
-    assert whole_grad(plain, s) is plain
+    assert scale_average_grad(plain, s) is plain
 
 
 def test_a_leaf_of_which_a_maximum_is_pending_is_left_alone():
     leaf = torch.ones(3, requires_grad=True)
-    assert whole_grad(leaf, spec(mesh(2, 2), [P("avg"), P("max")], (3,))) is leaf
+    assert scale_average_grad(leaf, spec(mesh(2, 2), [P("avg"), P("max")], (3,))) is leaf
 
 
 def test_a_move_takes_a_result_that_is_known(monkeypatch):
     def body(m):
         s, d = (GradType(spec(m, [p], (5, 4))) for p in (S(0), R))
         x, known = torch.ones(s.spec.local_shape, requires_grad=True), value((5, 4))
-        y = move(x, s, d, [known])
+        y = reshard_local(x, s, d, [known])
         return y.requires_grad and y is not known and torch.equal(y, known)
 
     assert all(Threads((3,), monkeypatch).run_on(body).values())
@@ -90,13 +95,13 @@ def test_the_backward_of_a_move_is_the_move_between_the_duals(src, dst, monkeypa
     ends = [spec(threads.meshes[0], p, (5, 4), torch.float64) for p in (src, dst)]
 
     def given(s, place):
-        means, divided = dual(GradType(s))
+        means, divided = gradient_type(GradType(s))
         return window(grad, means.spec.box_at(place)) / divided
 
     def body(m):
         s, d = (GradType(spec(m, p, (5, 4), torch.float64)) for p in (src, dst))
         x = torch.zeros(s.spec.local_shape, dtype=torch.float64, requires_grad=True)
-        y = move(x, s, d, None)
+        y = reshard_local(x, s, d, None)
         assert y is not x and y.shape == d.spec.local_shape
         seed = given(d.spec, m.coordinate).requires_grad_()
         (got,) = torch.autograd.grad(y, x, seed, create_graph=True)

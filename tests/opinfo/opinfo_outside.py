@@ -30,7 +30,7 @@ from torch import Tensor
 import disttensor as dt
 from disttensor import Partial, ProcessMesh
 from disttensor.autograd import token
-from disttensor.autograd.cross_mesh import crossed
+from disttensor.autograd.cross_mesh import cross_mesh_transfer
 from disttensor.autograd.grad_types import GradType
 from disttensor.comm import objects
 from disttensor.random import counter
@@ -59,7 +59,7 @@ def arrived(full: Tensor, mesh: ProcessMesh, place: Any, tag: int) -> Any:
         return x
     blank = token.detached(torch.device("cpu"))
     with torch.enable_grad():
-        local = crossed(blank, x.local, GradType(src), GradType(x.spec), tag)
+        local = cross_mesh_transfer(blank, x.local, GradType(src), GradType(x.spec), tag)
     return wrap(local, x.spec)
 
 
