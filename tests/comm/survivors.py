@@ -18,7 +18,7 @@ import torch
 
 import disttensor as dt
 from disttensor.comm import failure_watch, lone_failure
-from tests.comm.deaths import WORLD, forked
+from tests.comm.deaths import WORLD, run_worlds
 
 AT_ONCE = 8  # worlds
 STAYS = 6.0  # seconds
@@ -157,7 +157,7 @@ for name in ("1f1b", "gpipe", "zero_bubble", "zbv", "dualpipev"):
         PROGRAMS[f"{name} {where}"] = functools.partial(schedule, name=name, where=where)
 
 
-def survives(rank, body, failing):
+def survives(rank, body, failing, folder):
     lone_failure.QUIET, lone_failure.SLICE = 1.0, timedelta(seconds=0.4)
     failure_watch.PERIOD = 0.4
     code = 0
@@ -167,7 +167,7 @@ def survives(rank, body, failing):
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         code = 1
     sys.stderr.flush()
-    ended = [Path(os.environ["ENDED"], str(r)) for r in range(WORLD)]
+    ended = [folder / str(r) for r in range(WORLD)]
     ended[rank].touch()
     while not all(file.exists() for file in ended):
         time.sleep(0.05)
@@ -175,23 +175,12 @@ def survives(rank, body, failing):
 
 
 def main() -> None:
-    ended, names = {}, sys.argv[1:]
-    for first in range(0, len(names), AT_ONCE):
-        pipes = {}
-        for name in names[first : first + AT_ONCE]:
-            where, failing = name.rsplit("-", 1)
-            out, into = os.pipe()
-            if not os.fork():
-                body = functools.partial(survives, body=PROGRAMS[where], failing=int(failing))
-                os.environ["ENDED"] = tempfile.mkdtemp()
-                os.write(into, json.dumps(forked(body, WORLD)).encode())
-                os._exit(0)
-            os.close(into)
-            pipes[name] = out
-        for name, out in pipes.items():
-            with os.fdopen(out) as text:
-                ended[name] = json.loads(text.read())
-    print(json.dumps(ended))
+    worlds = {}
+    for name in sys.argv[1:]:
+        where, failing = name.rsplit("-", 1)
+        told = {"failing": int(failing), "folder": Path(tempfile.mkdtemp())}
+        worlds[name] = functools.partial(survives, body=PROGRAMS[where], **told), WORLD
+    print(json.dumps(run_worlds(worlds, AT_ONCE)))
 
 
 if __name__ == "__main__":
