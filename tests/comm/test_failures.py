@@ -47,6 +47,7 @@ def worlds():
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.limit(400)
 def test_the_rank_that_died_is_named_by_all(worlds):
     """Killed, ended early or by an error of its own; in stages, steps and while groups are made."""
@@ -74,6 +75,7 @@ def test_the_rank_that_died_is_named_by_all(worlds):
             assert status == 1 and words in text, told
 
 
+@pytest.mark.slow
 @pytest.mark.limit(400)
 def test_a_rank_that_never_came_is_named(worlds):
     for name in EARLY:

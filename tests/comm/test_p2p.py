@@ -4,6 +4,7 @@ comes."""
 from __future__ import annotations
 
 import gc
+import itertools
 import subprocess
 import sys
 import textwrap
@@ -237,39 +238,21 @@ def test_tags_wrap_within_an_int(monkeypatch):
 # Failures ----------------------------------------------------------------------------------------
 
 
-def ranks(body: str, seconds: float = 40.0) -> list[tuple[int, str]]:
-    """(exit code, stderr) of two processes that run ``body``, with a time limit of 3 s for
-    messages."""
-    head = """
-        import sys, time, datetime, torch, torch.distributed as dist
-        from disttensor.errors import CommError
-        from disttensor.comm import message_format, p2p
-        rank = int(sys.argv[1])
-        store = dist.TCPStore("127.0.0.1", int(sys.argv[2]), None, False)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=2,
-                                timeout=datetime.timedelta(seconds=3))
-        dist.barrier()
-        cpu = torch.device("cpu")
-    """
-    code = textwrap.dedent(head) + textwrap.dedent(body)
-    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-    command = [sys.executable, "-W", "error", "-c", code]
-    started = [
-        subprocess.Popen(
-            [*command, str(r), str(store.port)], cwd=ROOT, stderr=subprocess.PIPE, text=True
-        )
-        for r in range(2)
-    ]
-    try:
-        return [(p.returncode, err) for p in started for err in [p.communicate(timeout=seconds)[1]]]
-    finally:
-        for p in started:
-            p.kill()
-
-
-def test_a_process_stays_until_its_messages_are_taken():
-    """Rank 0 ends its program at once; rank 1 asks a second later."""
-    ended = ranks("""
+HEAD = """
+import sys, time, datetime, torch, torch.distributed as dist
+from disttensor.errors import CommError
+from disttensor.comm import message_format, p2p
+rank = int(sys.argv[1])
+store = dist.TCPStore("127.0.0.1", int(sys.argv[2]), None, False)
+store.set(f"imported/{rank}", "")
+store.wait(["imported/0", "imported/1"])  # not within the 3 s
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2,
+                        timeout=datetime.timedelta(seconds=3))
+dist.barrier()
+cpu = torch.device("cpu")
+"""
+BODIES = {
+    "taken late": """
         if rank == 0:
             p2p.send(torch.ones(1 << 20), 1, p2p.next_tag())
             try:
@@ -280,13 +263,8 @@ def test_a_process_stays_until_its_messages_are_taken():
             time.sleep(1)
             got = p2p.receive((1 << 20,), torch.float32, cpu, 0, p2p.next_tag()).wait()
             assert (got == 1).all()
-    """)
-    assert [code for code, _ in ended] == [0, 0], ended
-    assert "rank 0: 1 messages were not taken within 0.1 s" in ended[0][1]
-
-
-def test_a_rank_that_is_gone_is_named():
-    ended = ranks("""
+    """,
+    "gone": """
         tag = p2p.next_tag()
         if rank == 1:
             raise KeyError("rank 1 has an error of its own")
@@ -298,14 +276,8 @@ def test_a_rank_that_is_gone_is_named():
             except CommError as error:
                 print(error, file=sys.stderr)
         p2p.flush(3)
-    """)
-    assert ended[0][0] == 0 and ended[1][0] == 1, ended
-    words = "rank 0 receives from rank 1: f32[4] on A -> f32[4] on B. This failed"
-    assert ended[0][1].count(words) == 2, ended
-
-
-def test_a_message_that_is_not_taken_in_time_is_an_error_of_the_next():
-    ended = ranks("""
+    """,
+    "not taken": """
         tag = p2p.next_tag()
         if rank == 0:
             p2p.send(torch.ones(1 << 20), 1, tag, "the lost one")
@@ -318,6 +290,56 @@ def test_a_message_that_is_not_taken_in_time_is_an_error_of_the_next():
                     print(error, file=sys.stderr)
         else:
             time.sleep(6)
-    """)
-    assert [code for code, _ in ended] == [0, 0], ended
-    assert ended[0][1].count("rank 0 sends to rank 1: the lost one. This failed") == 2, ended
+    """,
+}
+
+
+@pytest.fixture(scope="module")
+def ended() -> dict[str, list[tuple[int, str]]]:
+    """(exit code, stderr) of two processes for each body, with a time limit of 3 s for messages.
+    All run at once: they mostly wait."""
+    started, stores = {}, []
+    for name, body in BODIES.items():
+        stores.append(dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False))
+        command = [sys.executable, "-W", "error", "-c", HEAD + textwrap.dedent(body)]
+        started[name] = [
+            subprocess.Popen(
+                [*command, str(r), str(stores[-1].port)], cwd=ROOT, stderr=subprocess.PIPE,
+                text=True,
+            )
+            for r in range(2)
+        ]  # fmt: skip
+    try:
+        return {
+            name: [(p.returncode, err) for p in both for err in [p.communicate(timeout=200)[1]]]
+            for name, both in started.items()
+        }
+    finally:
+        for p in itertools.chain(*started.values()):
+            p.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.limit(240)
+def test_a_process_stays_until_its_messages_are_taken(ended):
+    """Rank 0 ends its program at once; rank 1 asks a second later."""
+    first, second = ended["taken late"]
+    assert (first[0], second[0]) == (0, 0), (first, second)
+    assert "rank 0: 1 messages were not taken within 0.1 s" in first[1]
+
+
+@pytest.mark.slow
+@pytest.mark.limit(240)
+def test_a_rank_that_is_gone_is_named(ended):
+    first, second = ended["gone"]
+    assert first[0] == 0 and second[0] == 1, (first, second)
+    words = "rank 0 receives from rank 1: f32[4] on A -> f32[4] on B. This failed"
+    assert first[1].count(words) == 2, first
+
+
+@pytest.mark.slow
+@pytest.mark.limit(240)
+def test_a_message_that_is_not_taken_in_time_is_an_error_of_the_next(ended):
+    first, second = ended["not taken"]
+    assert (first[0], second[0]) == (0, 0), (first, second)
+    assert first[1].count("rank 0 sends to rank 1: the lost one. This failed") == 2, first
