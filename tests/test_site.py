@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support import forked
 from tests.support.pages import ROOT, blocks
-from tests.test_docs import run
 from tests.test_imports import FILES
 
 NOTEBOOKS = ["docs/start/ten_minutes.md", "docs/start/one_page.md"]
@@ -49,4 +49,5 @@ def test_the_page_of_errors_quotes_messages() -> None:
 @pytest.mark.parametrize("page", NOTEBOOKS)
 def test_the_cells_of_a_notebook_run(page: str) -> None:
     cells = [text for language, _, text in blocks(page) if language == "{code-cell} python"]
-    assert run("-c", "\n".join(cells))
+    status, printed = forked.run(lambda: exec("\n".join(cells), {"__name__": "__main__"}))
+    assert status == 0 and printed, printed

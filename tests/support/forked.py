@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ from typing import IO
 def start(program: Callable[[], int | None], stdin: str = "") -> tuple[int, IO[str]]:
     """Starts ``program``. Returns its process id, and what it prints. The output is at its end when
     no process is left that the program has started."""
+    importlib.import_module("torch._dynamo")  # once: else ranks that the program starts import it
     (answers, ask), (read, write) = os.pipe(), os.pipe()
     os.write(ask, stdin.encode())
     os.close(ask)
