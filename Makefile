@@ -35,6 +35,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint con
 TEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 BUILD := $(BIN)/python setup.py -q build_ext --inplace
 ARGS ?=
+EXTRAS := test,plot,progress,examples,lightning
 
 export OMP_NUM_THREADS := 1
 
@@ -139,8 +140,14 @@ clean:
 # Installed once, and again when the requirements change.
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(PIP) --editable '.[test,plot,progress,examples,lightning]'
+	$(PIP) --editable '.[$(EXTRAS)]'
 	touch $@
+
+# With those of docs and lint, by one call of pip.
+.venv/.installed-all: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(PIP) --editable '.[$(EXTRAS),docs,dev]'
+	touch .venv/.installed .venv/.installed-docs .venv/.installed-dev $@
 
 # No compiler is no error: setup.py says that it is optional.
 .venv/.native: .venv/.installed setup.py disttensor/dispatch/native.c
