@@ -27,6 +27,7 @@ from tests.support.oracle import (
     randint,
     randn,
 )
+from tests.support.part import part
 from tests.support.pool import on_ranks
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
@@ -377,21 +378,19 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "Muon": (getattr(torch.optim, "Muon", None), {"lr": 0.01}),
 }  # fmt: skip
 FUSED = ("SGD", "SGD momentum", "Adam", "Adam amsgrad", "AdamW", "Adagrad")
+FORMS = [
+    *((name, "for-loop") for name, (make, _) in OPTIMIZERS.items() if make is not None),
+    *((name, "foreach") for name in OPTIMIZERS if name != "Muon"),
+    *((name, "fused") for name in FUSED),
+]
 
 
 @pytest.mark.feature("Optimizers")
 @on_ranks(4)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("form", ["for-loop", "foreach", "fused"])
+@pytest.mark.parametrize(("name", "form"), part(FORMS, 18, "optimizers"))
 def test_optimizers_equal_one_process(name, form):
     make, options = OPTIMIZERS[name]
     options = dict(options)
-    if (
-        make is None
-        or (form == "fused" and name not in FUSED)
-        or (name == "Muon" and form != "for-loop")
-    ):
-        pytest.skip("does not exist")
     if name not in ("Muon",):
         options["foreach"] = form == "foreach"
     if form == "fused":

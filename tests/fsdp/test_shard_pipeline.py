@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import disttensor as dt
 from disttensor import ProcessMesh, Shard, pipeline
 from tests.support.oracle import randn
+from tests.support.part import part
 from tests.support.pool import on_ranks
 from tests.support.training import STAGES, compare, engine, full, sgd, ways
 
@@ -117,10 +118,14 @@ def check(stage, schedule, kind="fsdp", steps=2, segments=("blocks.*",), **how):
 
 @pytest.mark.parametrize(
     ("schedule", "stage", "kind"),
-    [
-        *itertools.product(SCHEDULES[:3], STAGES, SHAPES),
-        *itertools.product(SCHEDULES[3:], STAGES, ["dp x fsdp"]),
-    ],
+    part(
+        [
+            *itertools.product(SCHEDULES[:3], STAGES, SHAPES),
+            *itertools.product(SCHEDULES[3:], STAGES, ["dp x fsdp"]),
+        ],
+        22,
+        "schedules",
+    ),
 )
 @on_ranks(4)
 def test_schedules(schedule, stage, kind):
@@ -131,11 +136,11 @@ def test_schedules(schedule, stage, kind):
         assert over == ["dp"] * 3, str(log)
 
 
-@pytest.mark.parametrize(
-    "how", [{"tie": True}, {"again": True}, {"tie": True, "again": True}], ids=str
-)
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
+HOW = [{"tie": True}, {"again": True}, {"tie": True, "again": True}]
+EACH_HOW = [*itertools.product(["1f1b", "interleaved_1f1b"], STAGES, HOW)]
+
+
+@pytest.mark.parametrize(("schedule", "stage", "how"), part(EACH_HOW, 12, "how"), ids=str)
 @on_ranks(4)
 def test_tied_and_recomputed(schedule, stage, how):
     check(stage, schedule, **how)

@@ -22,21 +22,24 @@ from tests.support.oracle import (
     randn,
     some_layouts,
 )
+from tests.support.part import part
 from tests.support.pool import on_ranks
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 INF = float("inf")
+WAYS = [("leaf",), ("product", "view"), ("moved",)]
 ON_LINE = [[S0], [S1], [P], [R]]
 ON_GRID = [[S0, S1], [S1, S0], [S0, S0], [R, S0], [S1, P], [P, P], [P, R]]
 
 
 def everywhere(func, *shapes, grids=ON_GRID, **options):
     """One function of tensors of these shapes, all in one layout after the other, entering as leaf
-    and otherwise."""
+    and otherwise: on a grid in another one of these ways for each commit."""
     mesh = line() if torch.distributed.get_world_size() == 2 else grid()
+    name = getattr(func, "__name__", "")
     for n, layout in enumerate(ON_LINE if mesh.ndim == 1 else grids):
         args = [s if isinstance(s, Tensor) else randn(*s, seed=i) for i, s in enumerate(shapes)]
-        for ways in (("leaf",), ("product", "view"), ("moved",)):
+        for ways in part(WAYS, len(WAYS) if mesh.ndim == 1 else 1, f"{name} {n}"):
             check_op(
                 func,
                 *args,

@@ -476,6 +476,6 @@ def test_on_2_ranks(name):
 
 
 @on_ranks(4, timeout=240)
-@pytest.mark.parametrize("name", part(PARTS, len(PARTS) // 2))
+@pytest.mark.parametrize("name", part(PARTS, len(PARTS) // 4))
 def test_on_2x2_ranks(name):
     check_cases(PARTS[name], most=4)

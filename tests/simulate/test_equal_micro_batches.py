@@ -15,6 +15,7 @@ from disttensor.pipeline.schedules import NAMES, named
 from disttensor.simulate import simulate
 from disttensor.simulate.events import Visit
 from tests.simulate.gpt_training import build as build_gpt
+from tests.support.part import part
 
 few = importlib.import_module("disttensor.simulate.equal_micro_batches")
 run = importlib.import_module("disttensor.simulate.run")
@@ -37,12 +38,15 @@ def every_micro_batch(monkeypatch, build, world):
 @pytest.mark.limit(300)
 @pytest.mark.parametrize(
     "options",
-    [
-        "--pp=4 --batch=12 --accumulate=12",
-        "--pp=2 --sharding=2 --zero=3 --batch=20 --accumulate=10 --segment-mb=0.02",
-        "--pp=2 --tp=2 --batch=16 --accumulate=16 --schedule=zero_bubble",
-        "--pp=2 --dp=2 --batch=32 --accumulate=16 --schedule=interleaved_1f1b --recompute",
-    ],
+    part(
+        [
+            "--pp=4 --batch=12 --accumulate=12",
+            "--pp=2 --sharding=2 --zero=3 --batch=20 --accumulate=10 --segment-mb=0.02",
+            "--pp=2 --tp=2 --batch=16 --accumulate=16 --schedule=zero_bubble",
+            "--pp=2 --dp=2 --batch=32 --accumulate=16 --schedule=interleaved_1f1b --recompute",
+        ],
+        2,
+    ),
 )
 def test_what_follows_is_what_a_run_shows(options, ran, monkeypatch) -> None:
     report = simulate(lambda: build_gpt(options), world=4)

@@ -107,6 +107,12 @@ def test_what_no_module_does_is_outside_and_several_models_are_told_apart() -> N
 OPTIONS = "--batch=8 --width=64 --layers=4"
 
 
+@pytest.fixture(scope="module")
+def alone():
+    """The report of one process."""
+    return simulate(lambda: build_gpt(OPTIONS), world=1)
+
+
 @pytest.mark.limit(300)
 @pytest.mark.parametrize(
     "options",
@@ -119,8 +125,7 @@ OPTIONS = "--batch=8 --width=64 --layers=4"
         "--pp=2 --tp=2 --accumulate=4 --schedule=zbv",
     ],
 )
-def test_a_strategy_leaves_each_layer_its_flops(options) -> None:
-    alone = simulate(lambda: build_gpt(OPTIONS), world=1)
+def test_a_strategy_leaves_each_layer_its_flops(options, alone) -> None:
     report = simulate(lambda: build_gpt(f"{OPTIONS} {options}"), world=4)
     assert report.layers == alone.layers
     assert set(alone.share_of_layers(depth=2)) == {*(f"blocks.{i}" for i in range(4)), "head"}
