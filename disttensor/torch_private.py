@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch._functorch import eager_transforms
 from torch._functorch import vmap as vmap_module
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms
+from torch._library.effects import EffectType
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutput
 from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShape
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -42,9 +43,9 @@ __all__ = [
     "count_function_modes", "current_backward", "current_node", "default_group", "default_store",
     "direct_apply", "dispatch_modes", "fake_like", "fake_mode", "fakes", "flash_on_cpu",
     "flash_on_cpu_backward", "foreach_types", "global_module_hooks", "group_name", "is_composite",
-    "is_in_backward", "is_view", "jit_tracers", "make_subclass", "modes_see_functions",
-    "module_call", "need", "next_node", "next_number", "nn_functions", "no_dispatch",
-    "no_function_mode", "no_torch_function", "node_number", "outside_function_modes",
+    "is_in_backward", "is_untraceable", "is_view", "jit_tracers", "keep_calls", "make_subclass",
+    "modes_see_functions", "module_call", "need", "next_node", "next_number", "nn_functions",
+    "no_dispatch", "no_function_mode", "no_torch_function", "node_number", "outside_function_modes",
     "outside_modes", "outside_transforms",
     "pop_dispatch_mode", "pop_function_mode", "process_groups", "process_groups_aside",
     "push_dispatch_mode", "push_function_mode", "reduce_scatter_single", "refuse_memory",
@@ -190,6 +191,16 @@ nn_functions: Any = need("for the rules of torch.nn.functional", torch._C, "_nn"
 def schemas_named(name: str) -> list[Any]:
     """Returns the schemas of torch's operator of this name, as used by its Python functions."""
     return [s for s in _schemas(f"aten::{name}") if not any(a.is_out for a in s.arguments)]
+
+
+def keep_calls(library: torch.library.Library, name: str) -> None:
+    """Makes compilers keep all calls of an operator, in their order."""
+    library._register_effectful_op(name, EffectType.ORDERED)
+
+
+def is_untraceable(error: Exception) -> bool:
+    """Returns True for the error of Dynamo at a call that it cannot trace into one graph."""
+    return isinstance(error, torch._dynamo.exc.Unsupported)
 
 
 # Attention that gives the log-sum-exp of its scores too, and its backward; None: not there.

@@ -24,7 +24,7 @@ LINES = {
     "dispatch": 2_540,
     "experts": 600,
     "fsdp": 3_200,
-    "graphs": 345,
+    "graphs": 385,
     "integrations": 804,
     "launching": 760,
     "meta": 420,

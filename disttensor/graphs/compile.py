@@ -8,6 +8,7 @@ local functions that communicate or draw, which break the graph.
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -28,6 +29,7 @@ from disttensor.graphs.traced_comm import (
     traced_reshard,
     traced_sum,
 )
+from disttensor.torch_private import is_untraceable
 from disttensor.trace.guarded_forward import ForwardCall
 from disttensor.trace.instance_forward import InstanceForward
 from disttensor.trace.record import Program, ambient
@@ -39,6 +41,8 @@ Tensor = torch.Tensor
 Function = Callable[..., Any]
 F = TypeVar("F", bound=Function)
 
+_LINE = re.compile(r'"<replay>", line (\d+), in local')
+_OURS = {"disttensor", "ops", "reshard"}
 _BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 
 
@@ -129,22 +133,44 @@ class CompiledForward(Replay):
         breaks = len(self._breaks)
         body = [self._lowered(line.call, scope) for line in calls if line.call is not None]
         results = "".join(f"{name}, " for name in needed)
-        text = _function("local", given, body, f"({results})")
-        scope["local"] = torch.compile(
-            define("local", text, dict(scope)), backend=self.backend, dynamic=False,
-            fullgraph=len(self._breaks) == breaks and not self._breaks, **self.options,
-        )  # fmt: skip
+        local = define("local", _function("local", given, body, f"({results})"), dict(scope))
+        whole = len(self._breaks) == breaks and not self._breaks
+        names = [_named(line.call.func) for line in calls if line.call is not None]
+        scope["local"] = self._graph(local, names, scope) if whole else self._compile(local)
         call = f"({results}) = local({', '.join(given)})" if needed else "pass"
         lines = [*reads, call, *makes]
         text = _function("program", program.parameters, lines, program.result)
         return define("program", text, scope)
+
+    def _compile(self, local: Function, **options: Any) -> Function:
+        options |= self.options
+        return torch.compile(local, backend=self.backend, dynamic=False, **options)
+
+    def _graph(self, local: Function, names: list[str], scope: dict[str, Any]) -> Function:
+        """Returns ``local``, which calls the functions ``names``, as one graph if Dynamo can trace
+        all of them. The first call decides, and puts the compiled function into ``scope``."""
+        graph = self._compile(local, fullgraph=True)
+
+        def first(*locals: Tensor) -> Any:
+            scope["local"] = graph
+            try:
+                return graph(*locals)
+            except RuntimeError as error:
+                if not is_untraceable(error):
+                    raise
+                line = _LINE.search(str(error))
+                self._breaks[names[int(line[1]) - 2] if line else str(error).split("\n")[0]] = None
+                scope["local"] = self._compile(local)
+                return scope["local"](*locals)
+
+        return first
 
     def _lowered(self, call: LineCall, scope: dict[str, Any]) -> str:
         """Returns the text of a call that torch.compile can trace, or that breaks the graph."""
         func, constants = _traceable(call.func, call.args)
         if constants is not None:
             call = call._replace(words=(call.words[0], *map(repr, constants)))
-        elif not _is_of_torch(func):
+        elif not _is_traced(func):
             self._breaks[_named(func)] = None
             func = torch.compiler.disable(func)
         name = f"f{len(scope)}"
@@ -163,6 +189,8 @@ def _traceable(func: Function, args: tuple[Any, ...]) -> tuple[Function, tuple[A
         return traced_sum, (number_of(args[1]), func is functional.psum)
     if func is functional.all_gather and args[1] is not None:
         return traced_gather, (number_of(args[1]), args[1].index)
+    if func is Tensor.unflatten:  # calls super(), which Dynamo does not trace
+        return torch.unflatten, None
     if func is collectives.all_reduce:
         return torch.ops.disttensor.all_reduce, (args[1], number_of(args[2]))
     return func, None
@@ -178,14 +206,21 @@ def _transition(transition: GradTransition) -> tuple[Any, ...]:
 
 def _named(func: Function) -> str:
     """Returns the name of a function; of a local function, the module and the function of its
-    rule."""
+    rule; of ``apply``, the autograd function."""
+    if isinstance(owner := getattr(func, "__self__", None), type):
+        return f"{owner.__module__}.{owner.__qualname__}"
     outer, inside, _ = str(getattr(func, "__qualname__", "")).partition(".<locals>")
     return f"{func.__module__}.{outer}" if inside else name_of(func)
 
 
-def _is_of_torch(func: Function) -> bool:
-    module = str(getattr(func, "__module__", ""))
-    return isinstance(func, _BUILTIN) or module.partition(".")[0] == "torch"
+def _is_traced(func: Function) -> bool:
+    """Returns True for functions of torch, and for autograd functions of users."""
+    owner = getattr(func, "__self__", None)
+    if isinstance(func, _BUILTIN):
+        return True
+    if isinstance(owner, type):
+        return owner.__module__.partition(".")[0] not in _OURS
+    return str(getattr(func, "__module__", "")).partition(".")[0] == "torch"
 
 
 def _function(name: str, parameters: Sequence[str], lines: Sequence[str], result: str) -> str:

@@ -3,6 +3,9 @@
 One operator reshards a local, for all pairs of specs of one mesh; two are the collectives of local
 functions. The operators get the number of a transition or a group: a graph holds numbers, not
 objects. They run the code of eager calls. A graph cannot be differentiated twice.
+
+The operators have effects: a compiler keeps each call, in its order. Otherwise it would drop the
+calls whose results a rank with an empty piece does not need, and the other ranks would wait.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import torch
 from disttensor.autograd.grad_types import GradTransition
 from disttensor.comm import collectives
 from disttensor.comm.groups import Group
-from disttensor.torch_private import storage_id
+from disttensor.torch_private import keep_calls, storage_id
 
 Tensor = torch.Tensor
 
@@ -40,6 +43,7 @@ def register() -> torch.library.Library:
     ):
         library.impl(name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"disttensor::{name}", fake, lib=library)
+        keep_calls(library, f"disttensor::{name}")
     return library
 
 

@@ -124,7 +124,7 @@ def statistics(backend):
         y = F.layer_norm(x, (5,)) + x.softmax(-1) * x.std(-1, keepdim=True)
         return F.normalize(y, dim=-1) + x.cumsum(2)
 
-    fast = agree(lambda: function, x, x, x, through=compiled(backend), merges=True)
+    fast = agree(lambda: function, x, x, x, through=compiled(backend))
     assert fast.breaks() == []
 
 
@@ -141,7 +141,7 @@ def test_reductions_without_a_gradient():
     def function(x):
         return x.amax(1) + (x > 0).any(1) - x.prod(1).amin()
 
-    fast = agree(lambda: function, x, x, x, through=compiled("aot_eager"), merges=True)
+    fast = agree(lambda: function, x, x, x, through=compiled("aot_eager"))
     assert fast.breaks() == []
 
 
@@ -183,3 +183,52 @@ def test_inductor_gives_the_numbers_of_eager_calls():
             found.append([x.grad.full_tensor(), *[p.grad.full_tensor() for p in twin.parameters()]])
         torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
     assert fast.forward.replays == 2 and not fast.forward.breaks()
+
+
+class Doubled(torch.autograd.Function):
+    """Dynamo does not trace ``name``, an object of Python."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * len(str(object())[:2])
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+@on_ranks(2)
+def test_a_call_that_dynamo_does_not_trace_ends_a_graph_and_is_named():
+    mesh = mesh_of(2)
+    x = fed(mesh, 6, 5, at=(S0, S1))
+
+    def function(x):
+        return dt.local_map(Doubled.apply, out_placements=x.placements, out_shapes=x.shape)(
+            x.sin()
+        ).cos()
+
+    fast = agree(lambda: function, x, x, x, through=compiled("aot_eager"))
+    assert fast.breaks() == ["tests.trace.test_compile.Doubled"]
+
+
+@on_ranks(2)
+def test_an_autograd_function_of_a_rule_ends_a_graph_and_is_named():
+    mesh = mesh_of(2)
+    x = fed(mesh, 3, 5, at=(S0, S1))
+    fast = agree(lambda: lambda x: x.amax(1) * 2, x, x, x, through=compiled("aot_eager"))
+    assert fast.breaks() == ["ops.reduction.max_min.Extreme"]
+
+
+@on_ranks(2)
+def test_no_collective_is_dropped_or_merged():
+    """A compiler would drop what a rank with an empty piece does not need, and others wait."""
+    mesh = mesh_of(2)["tp"]
+
+    def function(x):
+        for _ in range(2):
+            (x * 2).redistribute(placements=[R])
+        return x.cos()
+
+    x = fed_in(mesh, torch.float32)
+    fast = agree(lambda: function, x, x, x, through=compiled("aot_eager"))
+    assert fast.breaks() == []

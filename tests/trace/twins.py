@@ -8,7 +8,6 @@ the state that is left behind.
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -65,13 +64,12 @@ def one(forward: Any, leaves: Sequence[Any], batch: Any, around: Around, backwar
 def agree(
     make: Callable[[], Any], *batches: Any, around: Around = nullcontext, backward: bool = True,
     replays: int | None = None, steps: Sequence[Callable[[Any], Any]] = (),
-    through: Callable[[Any], Any] = dt.replay, merges: bool = False,
+    through: Callable[[Any], Any] = dt.replay,
 ) -> Any:  # fmt: skip
     """The replayed twin. A batch is what makes the arguments anew: ``lambda: (x,)``, or with
     keywords ``lambda: (x, {"mask": m})``; ``steps[i]`` is done to both before batch i.
     ``replays``: how many of the calls are to be replays; None: all but the first; -1:
-    any number. ``through``: what replays, or compiles, a twin; with
-    ``merges`` it may send what is alike once, in another order."""
+    any number. ``through``: what replays, or compiles, a twin."""
     slow, fast = make(), make()
     fast = through(fast)
     forward = fast.forward if isinstance(fast, nn.Module) else fast
@@ -90,8 +88,6 @@ def agree(
             *found,
             strict=False,
         ):
-            if name == "sent" and merges and Counter(b) <= Counter(a):
-                continue
             assert a == b, f"call {i}: {name}\n{b}\nin place of\n{a}\n{forward.programs}"
     expected = len(batches) - 1 if replays is None else replays
     assert replays == -1 or forward.replays == expected, (forward.replays, forward.why())
