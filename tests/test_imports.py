@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -86,6 +87,9 @@ def module_name(file: Path) -> str:
 
 
 FILES = {module_name(f): f for name in PACKAGES for f in sorted((ROOT / name).rglob("*.py"))}
+FOLDERS: dict[str, list[str]] = {}
+for _module, _file in FILES.items():
+    FOLDERS.setdefault(str(_file.parent.relative_to(ROOT)), []).append(_module)
 
 
 def is_in(module: str, package: str) -> bool:
@@ -124,6 +128,7 @@ def imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[int,
                 yield node.lineno, whole if whole in FILES or base == "torch" else base
 
 
+@functools.cache
 def parse(module: str) -> tuple[Path, ast.Module, list[tuple[int, str]]]:
     file = FILES[module]
     tree = ast.parse(file.read_text(), str(file))
@@ -138,8 +143,13 @@ def first_import(tree: ast.Module) -> ast.stmt | None:
     return None
 
 
-@pytest.mark.parametrize("module", FILES)
-def test_imports_point_down(module: str) -> None:
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_imports_point_down(folder: str) -> None:
+    for module in FOLDERS[folder]:
+        check_imports(module)
+
+
+def check_imports(module: str) -> None:
     own = room(module)
     assert own is not None, (
         f"{module} is in no room: add it to ROOMS in {Path(__file__).name}, above all that it "
@@ -168,23 +178,22 @@ def test_a_package_says_what_is_in_it(room: str) -> None:
     assert ast.get_docstring(ast.parse(FILES[room].read_text())), f"{FILES[room]} has no docstring"
 
 
-@pytest.mark.parametrize("module", FILES)
-def test_no_import_inside_a_function(module: str) -> None:
-    file, tree, _ = parse(module)
-    for function in ast.walk(tree):
-        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            for node in ast.walk(function):
-                assert not isinstance(node, (ast.Import, ast.ImportFrom)), (
-                    f"{file}:{node.lineno}: {function.name} imports; move it to the head"
-                )
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_no_import_inside_a_function(folder: str) -> None:
+    for file, tree, _ in map(parse, FOLDERS[folder]):
+        for function in ast.walk(tree):
+            if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                for node in ast.walk(function):
+                    assert not isinstance(node, (ast.Import, ast.ImportFrom)), (
+                        f"{file}:{node.lineno}: {function.name} imports; move it to the head"
+                    )
 
 
-@pytest.mark.parametrize("module", FILES)
-def test_rules_stay_pure(module: str) -> None:
-    file, _, found = parse(module)
-    for package, names in FORBIDDEN.items():
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_rules_stay_pure(package: str) -> None:
+    for file, _, found in (parse(module) for module in FILES if is_in(module, package)):
         for line, target in found:
-            reached = [name for name in names if is_in(module, package) and is_in(target, name)]
+            reached = [name for name in FORBIDDEN[package] if is_in(target, name)]
             assert not reached, f"{file}:{line}: {package} may not import {reached[0]}"
 
 
