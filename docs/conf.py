@@ -88,7 +88,8 @@ OTHERS = set(re.findall(r"^([\w.]+) \w+ \S+$", INVENTORIES, re.MULTILINE))
 
 
 def link_pages_of_the_root(app: Sphinx, name: str, source: list[str]) -> None:
-    """Leads links to the pages beside README.md to the pages of the site that include them."""
+    """Replaces links to CONTRIBUTING.md and CHANGELOG.md by the pages of the site that include
+    them."""
     source[0] = re.sub(
         r"\]\((?:\.\./)+(CONTRIBUTING|CHANGELOG)\.md",
         lambda found: f"](/{found[1].lower()}.md",

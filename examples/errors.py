@@ -48,7 +48,7 @@ def _end(reason: str, code: int) -> None:
 
 
 def _first() -> bool:
-    """Is this rank the job's first to ask? torchrun keeps the count, so any rank may be dead."""
+    """Returns True for the first call in the job. torchrun keeps the count: any rank may die."""
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return True
     try:

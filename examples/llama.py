@@ -1,4 +1,4 @@
-"""Train a tiny Llama, the class of Hugging Face transformers as it is, on dp x tp:
+"""Train a tiny Llama, the unmodified class of Hugging Face transformers, on dp x tp:
 
     pip install -e '.[examples]'
     python examples/llama.py                                  # one process

@@ -38,6 +38,6 @@ class Mixture(nn.Module):
 
 
 def compute(rows: Tensor, counts: list[int], up: Tensor, down: Tensor) -> Tensor:
-    """What the experts of one rank make of the rows that came to each."""
+    """Returns the results of the experts of one rank for the rows that each has received."""
     each = zip(rows.split(counts), up.unbind(), down.unbind(), strict=True)
     return torch.cat([F.gelu(r @ u) @ d for r, u, d in each])

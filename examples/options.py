@@ -116,8 +116,8 @@ def parse_args() -> argparse.Namespace:
 
 
 def strategy_of(args: argparse.Namespace) -> dt.Strategy:
-    """How the training run is divided among processes. Raises ValueError for what has no
-    meaning."""
+    """Returns the strategy that divides the run among processes. Raises ValueError for options that
+    contradict each other."""
     segments: dt.fsdp.SegmentBySize | dt.fsdp.SegmentByAnchors | None = None
     if args.segment_mb is not None:
         segments = dt.fsdp.SegmentBySize(args.segment_mb)

@@ -1,4 +1,4 @@
-"""What a training run shows: a line that moves (in a log file: lines now and then), and a curve."""
+"""The progress of a training run: a line that moves (in a log file: some lines), and a curve."""
 
 from __future__ import annotations
 
