@@ -31,7 +31,7 @@ def _is_users(file: str) -> bool:
 def user_line(frame: Any = None) -> str:
     """Returns ``file.py:12`` of the innermost frame that is neither ours nor torch's, in the stack
     of the caller, or the stack that ends with ``frame``."""
-    return said(user_place(frame or sys._getframe(1)))
+    return show_place(user_place(frame or sys._getframe(1)))
 
 
 Place = tuple[str, int] | None
@@ -47,7 +47,7 @@ def user_place(frame: Any) -> Place:
     return None
 
 
-def said(place: Place) -> str:
+def show_place(place: Place) -> str:
     return "(autograd thread)" if place is None else f"{place[0]}:{place[1]}"
 
 

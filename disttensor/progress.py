@@ -25,7 +25,7 @@ Advance = Callable[..., None]
 _one = threading.Lock()  # held by the bar that is open: work inside of other work shows none
 
 
-def silent(n: float = 1, note: str = "") -> None:
+def show_nothing(n: float = 1, note: str = "") -> None:
     """Shows nothing."""
 
 
@@ -40,7 +40,7 @@ def bar(work: str, total: float | None = None, unit: str = "") -> Iterator[Advan
     """
     tqdm = None if total == 0 else _tqdm()
     if tqdm is None or not _one.acquire(blocking=False):
-        yield silent
+        yield show_nothing
         return
     try:
         shown = tqdm(

@@ -36,24 +36,9 @@ from torch.optim import optimizer
 from torch.utils import _foreach_utils, _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = [
-    "STORAGE_ID", "DataDependentOutput", "DynamicOutputShape", "FakeTensor", "FakeTensorMode",
-    "TorchDispatchMode", "after_backward", "all_gather_single", "all_to_all_single", "as_meta",
-    "autocast_is_on", "backend_of", "carried", "carry", "count_dispatch_modes",
-    "count_function_modes", "current_backward", "current_node", "default_group", "default_store",
-    "direct_apply", "dispatch_modes", "fake_like", "fake_mode", "fakes", "flash_on_cpu",
-    "flash_on_cpu_backward", "foreach_types", "global_module_hooks", "group_name", "is_composite",
-    "is_in_backward", "is_untraceable", "is_view", "jit_tracers", "keep_calls", "make_subclass",
-    "modes_see_functions", "module_call", "need", "next_node", "next_number", "nn_functions",
-    "no_dispatch", "no_function_mode", "no_torch_function", "node_number", "outside_function_modes",
-    "outside_modes", "outside_transforms",
-    "pop_dispatch_mode", "pop_function_mode", "process_groups", "process_groups_aside",
-    "push_dispatch_mode", "push_function_mode", "reduce_scatter_single", "refuse_memory",
-    "renumber", "root_of", "run_backward", "schemas_named", "schemas_of", "seeded_since",
-    "set_timeout", "set_versions", "start_fake_world", "storage_id", "storage_users",
-    "swap_memory", "tensor_users", "timeout_of",
-    "top_saved_tensors_hooks", "torch_functions_are_seen", "transform_ends", "unboxed_group",
-    "users_of_storage", "without_fakes", "world_hidden",
+__all__ = [  # the imported names; all others are defined here
+    "DataDependentOutput", "DynamicOutputShape", "FakeTensor", "FakeTensorMode",
+    "TorchDispatchMode", "as_meta", "outside_transforms", "without_fakes",
 ]  # fmt: skip
 
 
@@ -278,8 +263,8 @@ no_dispatch: Any = need("for stand-ins under any mode", torch._C, "_DisableTorch
 
 @contextmanager
 def outside_modes() -> Iterator[None]:
-    """A context without the modes of the caller, for tensors that are kept and used under any mode.
-    No graph is made inside unless the code enables it."""
+    """Removes the modes of the caller in its block, for tensors that are kept and used under any
+    mode. No graph is made inside unless the code enables it."""
     with no_function_mode(), no_dispatch(), torch.inference_mode(False), torch.no_grad():
         yield
 
@@ -302,7 +287,8 @@ pop_dispatch_mode, push_dispatch_mode, pop_function_mode, push_function_mode = (
 
 @contextmanager
 def outside_function_modes() -> Iterator[None]:
-    """A context without the function modes of the caller. Subclasses of Tensor still see calls."""
+    """Removes the function modes of the caller in its block. Subclasses of Tensor still see
+    calls."""
     taken = [pop_function_mode() for _ in range(count_function_modes())]
     try:
         yield
@@ -338,8 +324,8 @@ _modes = threading.local()
 
 
 def fake_mode() -> Any:
-    """A mode in which functions run on tensors without data. Each thread has one, made at the first
-    use, because torch imports its compiler for it, which takes longer than to import our
+    """Returns a mode in which functions run on tensors without data. Each thread has one, made at
+    the first use: torch imports its compiler for it, which takes longer than to import our
     packages."""
     if not hasattr(_modes, "fake"):
         _modes.fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -391,8 +377,8 @@ def default_store() -> Any:
 
 @contextmanager
 def world_hidden() -> Iterator[None]:
-    """A context in which torch.distributed has no default process group: ``is_initialized()`` is
-    False, in all threads. Existing groups work, and ``default_group`` returns what it did.
+    """Hides the default process group of torch.distributed in its block: ``is_initialized()`` is
+    False, in all threads. Existing groups work, and ``default_group`` returns the same group.
 
     Raises RuntimeError at the end if a process group was started in the block."""
     before, c10d._world = c10d._world, type(_world)()
@@ -442,8 +428,9 @@ _naming = threading.Lock()
 
 @contextmanager
 def group_name(name: str) -> Iterator[None]:
-    """A context in which a new process group gets ``name``. It replaces torch's function meanwhile,
-    because ``new_group`` has no argument for a name. torch.distributed finds the world."""
+    """Gives a new process group the name ``name`` in its block. It replaces torch's function
+    meanwhile, because ``new_group`` has no argument for a name. torch.distributed finds the
+    world."""
     with _naming:
         usual = need("to name a group", c10d, "_process_group_name")
         seen, c10d._world = c10d._world, _world
@@ -463,8 +450,8 @@ _unregister_all = need("to put process groups aside", c10d, "_unregister_all_pro
 
 @contextmanager
 def process_groups_aside() -> Iterator[None]:
-    """A context without process groups. Groups that are made inside are dropped at its end, and the
-    earlier groups are restored."""
+    """Removes the process groups in its block. Groups that are made inside are dropped at its end,
+    and the earlier groups are restored."""
     seen, c10d._world = c10d._world, _world
     world = _world
     tables: Any = (

@@ -27,7 +27,7 @@ def dotted(parts: tuple[int, int]) -> str:
 
 @contextmanager
 def importing(version: str = torch.__version__) -> Iterator[None]:
-    """A context for the imports of the package. Raises one error, with the version and the tested
+    """Surrounds the imports of the package. Raises one error, with the version and the tested
     range, for a torch that is too old, and for a newer torch on which the imports fail. Garbage
     collection is off meanwhile: a search through all objects of torch takes as long as the imports.
 

@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from disttensor.core.layout import dealt  # noqa: E402
+from disttensor.core.layout import balanced_ranges  # noqa: E402
 from ops.nn.ring_schedule import Ring  # noqa: E402
 
 FILE = ROOT / "docs" / "ring.svg"
@@ -25,7 +25,7 @@ CHUNKS = 2 * RANKS
 def rings(even: bool) -> list[Ring]:
     """The ring as each rank has it, over a sequence of CHUNKS."""
     if even:
-        rows = tuple(dealt(CHUNKS, i, RANKS) for i in range(RANKS))
+        rows = tuple(balanced_ranges(CHUNKS, i, RANKS) for i in range(RANKS))
     else:
         rows = tuple(((2 * i, 2 * i + 2),) for i in range(RANKS))
     return [Ring(i, rows, rows, True, lambda *_: None) for i in range(RANKS)]

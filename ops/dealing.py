@@ -34,8 +34,8 @@ class Dealing:
         return Dealing(self.me, self.want, self.have, self.exchange)
 
     def shared(self, sender: int, receiver: int) -> Iterator[tuple[int, int, int]]:
-        """(where in the sender's rows, where in the receiver's, how many) goes from one to the
-        other."""
+        """Returns the rows that go from one member to the other: (where in the sender's rows, where
+        in the receiver's, how many)."""
         there = 0
         for want in self.want[receiver]:
             here = 0
@@ -47,7 +47,7 @@ class Dealing:
             there += want[1] - want[0]
 
     def __call__(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """[.., my rows, width] of each, all of one dtype."""
+        """Exchanges [.., my rows, width] of each tensor, all of one dtype."""
         others = [j for j in range(len(self.have)) if j != self.me]
         rows = sum(stop - start for start, stop in self.want[self.me])
         outs = tuple(t.new_empty((*t.shape[:-2], rows, t.shape[-1])) for t in tensors)
@@ -84,8 +84,7 @@ class Exchanged(torch.autograd.Function):
     def forward(ctx: Any, exchange: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange = exchange
         ctx.save_for_backward(tensors[0].new_empty(0))
-        out: tuple[Tensor, ...] = exchange(tensors)
-        return out
+        return exchange(tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

@@ -16,7 +16,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def widened(x: Tensor) -> Tensor:
-    """Half precision as float32, in which torch accumulates too."""
+    """Returns half precision as float32, in which torch accumulates too."""
     return x.to(wide(x.dtype))
 
 
@@ -29,7 +29,8 @@ def autocast(x: Tensor | None) -> Any:
 
 
 def root(x: Tensor, order: float = 2) -> Tensor:
-    """x to the power of 1/order, with the gradient 0 at 0, as torch's std and norms have it."""
+    """Returns x to the power of 1/order, with the gradient 0 at 0, as torch's std and norms have
+    it."""
     at_zero = x == 0
     x = x.masked_fill(at_zero, 1)
     return (x.sqrt() if order == 2 else x.pow(1 / order)).masked_fill(at_zero, 0)

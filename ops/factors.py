@@ -102,17 +102,17 @@ class Factors:
             from varying inputs instead of all-reducing its gradient
         metadata_only: arguments of which only shape and dtype matter (zeros_like): never resharded
         targets: arguments that an in-place function writes: they keep their layouts
-        written: arguments that a function writes in addition to its result (running statistics): an
-            axis that splits them takes their letter, no other axis does
+        side_writes: arguments that a function writes in addition to its result (running
+            statistics): an axis that splits them takes their letter, no other axis does
         per_item: a function on lists consists of independent calls: for each call its Factors, with
             its own letters, and the numbers of its arguments. Arguments of no item are shared by
             all items, and replicated.
         halo: letters whose split dims need elements of other ranks: letter -> the bytes that a rank
             receives if the letter is split in n. They stay split if a gather would cost as much or
             more.
-        beside: letters that an axis may split although it splits another letter too: letter -> such
-            axes. Tensors with the letter are not resharded there; the local function combines the
-            two.
+        co_split: letters that an axis may split although it splits another letter too: letter ->
+            such axes. Tensors with the letter are not resharded there; the local function combines
+            the two.
     """
 
     inputs: tuple[Dims, ...]
@@ -130,10 +130,10 @@ class Factors:
     rematerialize: bool = False
     metadata_only: frozenset[int] = frozenset()
     targets: tuple[int, ...] = (0,)
-    written: frozenset[int] = frozenset()
+    side_writes: frozenset[int] = frozenset()
     per_item: tuple[tuple[Factors, tuple[int, ...]], ...] = ()
     halo: Mapping[Letter, Callable[[int], float]] = field(default_factory=dict)
-    beside: Mapping[Letter, Axes] = field(default_factory=dict)
+    co_split: Mapping[Letter, Axes] = field(default_factory=dict)
 
     def replace(self, **changes: Any) -> Factors:
         """Returns a copy with some fields changed."""
@@ -216,7 +216,7 @@ def letters(pattern: str, *args: Arg, **options: Any) -> Factors:
 
 
 def expand_dots(tokens: list[Any], lead: int, n: int) -> list[Any]:
-    """``...`` as n letters, numbered so that the last of ``lead`` leading dims align."""
+    """Replaces ``...`` by n letters, numbered so that the last of ``lead`` leading dims align."""
     if "..." not in tokens:
         return tokens
     at = tokens.index("...")

@@ -61,8 +61,8 @@ class DrawProtocol(Protocol):
         its options."""
 
     def seeded(self, axes: Axes, device: Any) -> AbstractContextManager[Any]:
-        """Inside, torch's generator draws alike on ranks that have one place on ``axes``; then it
-        is as before."""
+        """Makes torch's generator draw alike, within the block, on ranks that have one place on
+        ``axes``."""
 
 
 class Collectives(Protocol):
@@ -74,17 +74,17 @@ class Collectives(Protocol):
     """
 
     def psum(self, x: Any, axes: Axes) -> Any:
-        """The sum over the ranks, shared. Backward: ``pvary``."""
+        """Returns the sum over the ranks, shared. Backward: ``pvary``."""
 
     def pvary(self, x: Any, axes: Axes) -> Any:
-        """A shared value, for a use that varies from rank to rank. Backward: ``psum``."""
+        """Returns a shared value, for a use that varies from rank to rank. Backward: ``psum``."""
 
     def all_gather(self, x: Any, axes: Axes) -> Any:
-        """[n, *x.shape], shared: every rank's x, of one shape, in order of the axes (major first).
-        Backward: one's own."""
+        """Returns [n, *x.shape], shared: every rank's x, of one shape, in order of the axes (major
+        first). Backward: takes this rank's row."""
 
     def all_reduce(self, x: Any, op: str, axes: Axes) -> Any:
-        """The reduction on every rank. Raises RuntimeError where x needs a gradient."""
+        """Returns the reduction on every rank. Raises RuntimeError if x needs a gradient."""
 
     def fetch(
         self,
@@ -94,9 +94,9 @@ class Collectives(Protocol):
         want: tuple[tuple[int, int], ...],
         axes: Axes,
     ) -> Any:
-        """The range (start, stop) ``want[i]`` of ``dim`` on member i of the axes (major first),
-        each of which holds its ``have[i]``; these cover all that is wanted, once. Differentiable to
-        every order."""
+        """Returns the range (start, stop) ``want[i]`` of ``dim`` on member i of the axes (major
+        first). Member i holds its ``have[i]``; together they hold each wanted element once.
+        Differentiable to every order."""
 
     def exchange(self, pieces: Sequence[Any], numels: Sequence[int], axes: Axes) -> Any:
         """Starts an exchange: sends ``pieces[i]`` to member i and receives ``numels[i]`` elements
@@ -106,8 +106,8 @@ class Collectives(Protocol):
     def exchange_rows(
         self, rows: Any, sent: Sequence[int], received: Sequence[int], axes: Axes
     ) -> Any:
-        """The first ``sent[0]`` rows go to member 0, the next ``sent[1]`` to member 1, and so on;
-        ``received[i]`` rows come from member i, in order. Not differentiable."""
+        """Sends the first ``sent[0]`` rows to member 0, the next ``sent[1]`` to member 1, and so
+        on, and returns ``received[i]`` rows from each member i, in order. Not differentiable."""
 
     def once(self, make: Callable[[], Any]) -> Any:
         """Returns the result of ``make``; in the recomputation of a checkpointed region, the result
@@ -118,7 +118,7 @@ class Collectives(Protocol):
         ``axes`` over which it is replicated, its uses vary. Differentiable to every order."""
 
     def draw(self, default: str, generator: Any = None) -> DrawProtocol:
-        """Random numbers for the call that now runs: once in each, on all ranks. ``default``:
+        """Starts the random numbers of the present call: once in each, on all ranks. ``default``:
         "invariant" or "fast"."""
 
 
@@ -136,7 +136,7 @@ class LocalCall:
     collectives: Collectives
 
     def axes(self, *split_letters: Letter) -> Axes:
-        """The mesh axes that split these letters."""
+        """Returns the mesh axes that split these letters."""
         return tuple(a for letter in split_letters for a in self.split.get(letter, ()))
 
     def count(self, axes: Axes) -> int:

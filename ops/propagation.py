@@ -66,7 +66,7 @@ def assign(
     that."""
     if f.per_item:
         return _assign_items(f, args, mesh_shape, fixed)
-    if not f.beside and all(lies_whole(arg.layout) for arg in args):
+    if not f.co_split and all(lies_whole(arg.layout) for arg in args):
         given, whole = [arg.layout for arg in args], [replicated(len(dims)) for dims in f.outputs]
         return Decision(given, whole, [()] * len(args), {})
     majors = [tuple(d[0] if isinstance(d, tuple) else d for d in dims) for dims in f.inputs]
@@ -77,7 +77,7 @@ def assign(
         layout = arg.layout
         for d, axes in enumerate(layout.dims):
             for a in axes:
-                if a not in f.beside.get(majors[t][d], ()):
+                if a not in f.co_split.get(majors[t][d], ()):
                     shards[a].append((t, majors[t][d]))
         if t not in f.metadata_only:
             for a, op in layout.partial:
@@ -85,7 +85,7 @@ def assign(
 
     held = {
         letter: axes
-        for t in f.written
+        for t in f.side_writes
         for letter, axes in zip(majors[t], args[t].layout.dims, strict=True)
     }
     options: list[Sequence[Any]] = []
@@ -117,12 +117,12 @@ def _cheapest(
     if none splits evenly what has to be."""
     best: Decision | None = None
     least = math.inf
-    firm = {0} if fixed else f.written
+    firm = {0} if fixed else f.side_writes
     every = (
         (choice, split)
         for choice in itertools.product(*options)
         if _even(f, choice, mesh_shape)
-        for split in _splits(choice, args, majors, firm, f.beside)
+        for split in _splits(choice, args, majors, firm, f.co_split)
     )
     alone = all(len(some) == 1 for some in options)
     for choice, split in every:
@@ -304,20 +304,20 @@ def _decide(
 
 
 def _joined(f: Factors, pending: list[tuple[int, str]], op: str) -> list[int]:
-    """In place on a Partial target: in each term one operand must be Partial; those that are not,
-    join."""
+    """Returns the operand of each term that stays Partial in an in-place call on a Partial target;
+    operands that are not Partial join."""
     has = {t for t, o in pending if o == op}
     return [next((t for t in sorted(term) if t in has), min(term)) for term in f.terms] or [0]
 
 
 def _splits(
     choice: Sequence[Any], args: Sequence[Arg], majors: list[tuple[Letter, ...]],
-    firm: Collection[int], beside: Mapping[Letter, Axes],
+    firm: Collection[int], co_split: Mapping[Letter, Axes],
 ) -> Iterator[dict[Letter, Axes]]:  # fmt: skip
     """Yields dicts letter -> axes that split it, major first. If several axes split a letter, all
     their orders are tried, first the order of an argument that must keep its layout (``firm``), or
     of the largest argument that has most of these axes."""
-    split: dict[Letter, Axes] = dict(beside)
+    split: dict[Letter, Axes] = dict(co_split)
     for a, picked in enumerate(choice):
         if picked is not None and not isinstance(picked, Flow):
             split[picked] = (*split.get(picked, ()), a)
@@ -345,7 +345,7 @@ def _splits(
 def of_any_size(f: Factors, decision: Decision, shapes: Sequence[Axes]) -> bool:
     """Returns True if the decision is valid for other sizes of the letters: it did not compare
     bytes, and all dims of a letter have one size. For rules with ``sizes="letters"``."""
-    if decision.compared or f.per_item or f.even or f.halo or f.beside or f.shapes is not None:
+    if decision.compared or f.per_item or f.even or f.halo or f.co_split or f.shapes is not None:
         return False
     if sizes_of(f, shapes) != f.sizes:
         return False

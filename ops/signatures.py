@@ -138,7 +138,7 @@ def _places(reader: Function) -> int | None:
     return sum(p.kind in _BY_POSITION for p in given)
 
 
-def restated(
+def normalize_call(
     func: Function, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[Sequence[Any], dict[str, Any]] | None:
     """Returns the same call with its tensors in the order of torch's signature, the first tensor by
@@ -172,7 +172,8 @@ def restated(
 
 
 def _stays(value: Any) -> bool:
-    """Is it, at any position, what it is: no 0-d tensor, and nothing that could hold one?"""
+    """Returns True if the value is used unchanged at any position: it is no 0-d tensor, and cannot
+    hold one."""
     return type(value) in _SIMPLE or (isinstance(value, Tensor) and value.ndim > 0)
 
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Container, Iterable
 from itertools import takewhile
 from typing import Any
 
-from disttensor.core.layout import Axes, Layout, first, lacking
+from disttensor.core.layout import Axes, Layout, largest_piece, missing_numel
 
 Dims = tuple[Axes, ...]
 
@@ -48,8 +48,8 @@ def traffic(arg: Any, want: Layout, varying: Axes, mesh_shape: Axes) -> float:
 
 
 def returned(now: Axes, then: Axes, came: Iterable[int]) -> Axes:
-    """How the gradient of a dim that came split by ``now`` and was wanted by ``then`` goes back: by
-    ``now``, and still by the axes on which it had come replicated."""
+    """Returns the axes by which the gradient of a dim goes back that came split by ``now`` and was
+    wanted by ``then``: ``now``, and still the axes on which it had come replicated."""
     kept = tuple(a for a in then if a in now or a not in came)
     if tuple(a for a in kept if a in now) == now:
         return kept
@@ -63,7 +63,7 @@ def received(shape: Axes, have: Layout, want: Layout, mesh_shape: Axes) -> float
     pairs = [zeroed(h, w, joined) for h, w in zip(have.dims, want.dims, strict=True)]
     came, goal = tuple(h for h, _ in pairs), tuple(w for _, w in pairs)
     if not done:
-        return lacking(shape, came, goal, mesh_shape)
+        return missing_numel(shape, came, goal, mesh_shape)
 
     def ranks(axes: Iterable[int]) -> int:
         return math.prod(mesh_shape[a] for a in axes)
@@ -71,10 +71,11 @@ def received(shape: Axes, have: Layout, want: Layout, mesh_shape: Axes) -> float
     def by_way_of(start: Dims) -> float:
         cut = tuple(s + tuple(a for a in t if a in done) for s, t in zip(start, goal, strict=True))
         scattered = {a for axes in goal for a in axes if a in done}
-        piece = math.prod(first(n, axes, mesh_shape) for n, axes in zip(shape, cut, strict=True))
+        pairs = zip(shape, cut, strict=True)
+        piece = math.prod(largest_piece(n, axes, mesh_shape) for n, axes in pairs)
         reduced = ranks(scattered) - 1 + 2 - 2 / ranks(done - scattered)
         moves = ((came, start), (cut, goal))
-        return reduced * piece + sum(lacking(shape, a, b, mesh_shape) for a, b in moves)
+        return reduced * piece + sum(missing_numel(shape, a, b, mesh_shape) for a, b in moves)
 
     taken = have.sharded | done
     sliced = tuple(further(h, w, lambda a: a not in taken) for h, w in zip(came, goal, strict=True))
@@ -83,8 +84,9 @@ def received(shape: Axes, have: Layout, want: Layout, mesh_shape: Axes) -> float
 
 
 def zeroed(now: Axes, then: Axes, joined: Container[int]) -> tuple[Axes, Axes]:
-    """A dim at both ends of the way, where some axes that split it fill up with zeros: last, or
-    first where others are to split it. None does while an axis that stays has cut its piece."""
+    """Returns the axes of a dim on both sides after axes of ``joined`` were filled up with zeros:
+    last, or first if others will split the dim. None is while an axis that stays has cut its
+    piece."""
     free = [a for i, a in enumerate(now) if a in joined and not set(now[i:]) & set(then)]
     if set(then) <= set(now):
         return now, tuple(a for a in now if a in free or a in then) if free else then

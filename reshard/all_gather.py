@@ -24,7 +24,7 @@ def plan(src: DistSpec, dst: DistSpec, axes: Axes) -> tuple[PieceGrid, bool]:
 
 @register(Shard, Replicate, cost=lambda src_bytes, dst_bytes, ranks: (ranks - 1) * src_bytes)
 def all_gather(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes, how: How = NOW) -> Any:
-    """``f32[8@dp, 6@tp]`` to ``f32[8, 6]``. Uneven pieces are padded, on the wire only."""
+    """Gathers ``f32[8@dp, 6@tp]`` to ``f32[8, 6]``. Uneven pieces are padded, on the wire only."""
     grid, in_rows = plan(src, dst, axes)
     if how.copies:
         x = x.clone(memory_format=torch.contiguous_format)

@@ -23,8 +23,8 @@ def pending(spec: DistSpec, axes: Axes) -> str:
 
 @register(Partial, Replicate, cost=ring)
 def all_reduce(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes, how: How = NOW) -> Any:
-    """``f32[8] {dp: P(sum)}`` to ``f32[8]``; any reduction, and ``avg`` divides by the ranks. It
-    always reduces a copy."""
+    """Reduces ``f32[8] {dp: P(sum)}`` to ``f32[8]``; any reduction, and ``avg`` divides by the
+    ranks. It always reduces a copy."""
     if not x.numel():  # then it is empty on every rank of the group
         return ready(x, how)
     return how.run(collectives.all_reduce, x, pending(src, axes), src.mesh.group(axes))

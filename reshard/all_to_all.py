@@ -37,7 +37,8 @@ def even(src: DistSpec, dst: DistSpec, axes: Axes) -> EvenSplit | None:
 
 @register(Shard, Shard, cost=lambda src_bytes, dst_bytes, ranks: (ranks - 1) / ranks * src_bytes)
 def all_to_all(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes, how: How = NOW) -> Any:
-    """``f32[8@dp, 6]`` to ``f32[8, 6@dp]``. Uneven and empty pieces are sent as they are."""
+    """Exchanges ``f32[8@dp, 6]`` for ``f32[8, 6@dp]``. Uneven and empty pieces are sent
+    unpadded."""
     split = even(src, dst, axes)
     if split is None:
         return exchange(x, src, dst, axes, how)

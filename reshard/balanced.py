@@ -12,7 +12,7 @@ import torch
 
 from disttensor.cache import cached
 from disttensor.comm import collectives
-from disttensor.core.layout import Layout, chunk, dealt
+from disttensor.core.layout import Layout, balanced_ranges, chunk
 from disttensor.core.placement import Balanced, Partial, Replicate, Shard
 from disttensor.core.spec import DistSpec
 from disttensor.torch_private import outside_modes
@@ -32,7 +32,7 @@ def _dim(spec: DistSpec, axis: int) -> int:
 
 def _contiguous(spec: DistSpec, axes: Axes) -> DistSpec:
     layout = spec.layout
-    own = tuple(entry for entry in layout.own if entry[0] not in axes)
+    own = tuple(entry for entry in layout.custom if entry[0] not in axes)
     return spec.with_layout(Layout(layout.dims, layout.partial, own))
 
 
@@ -41,7 +41,7 @@ def _order(size: int, parts: int, back: bool) -> Tensor:
     """Returns the rows of piece 0, of piece 1, ...; ``back``: the inverse permutation."""
     with outside_modes():
         device = torch.device("cpu")
-        pieces = [dealt(size, i, parts) for i in range(parts)]
+        pieces = [balanced_ranges(size, i, parts) for i in range(parts)]
         order = torch.cat([torch.arange(*r, device=device) for piece in pieces for r in piece])
         return order.argsort() if back else order
 
@@ -55,31 +55,31 @@ def _reordered(x: Tensor, spec: DistSpec, axes: Axes, back: bool = False) -> Ten
 
 @register(Replicate, Balanced, kind="slice")
 def deal(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
-    """``f32[8]`` to ``f32[8@cp]``, rows 0, 1, 6, 7 of them on the first of two ranks. Local."""
+    """Cuts ``f32[8]`` to ``f32[8@cp]``: rows 0, 1, 6, 7 are on the first of two ranks. Local."""
     (axis,) = axes
     dim, mesh = _dim(dst, axis), src.mesh
     place = mesh.coordinate
     assert place is not None
-    ranges = dealt(x.shape[dim], place[axis], mesh.shape[axis])
+    ranges = balanced_ranges(x.shape[dim], place[axis], mesh.shape[axis])
     return torch.cat([x.narrow(dim, start, stop - start) for start, stop in ranges], dim)
 
 
 @register(Balanced, Replicate, cost=lambda src_bytes, dst_bytes, ranks: (ranks - 1) * src_bytes)
 def collect(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
-    """One all-gather."""
+    """Gathers the rows by one all-gather."""
     whole = all_gather(x, _contiguous(src, axes), dst, axes)
     return _reordered(whole, src, axes, back=True)
 
 
 @register(Partial, Balanced, cost=lambda src_bytes, dst_bytes, ranks: (ranks - 1) * dst_bytes)
 def reduce_and_deal(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
-    """One reduce-scatter."""
+    """Reduces and cuts by one reduce-scatter."""
     return reduce_scatter(_reordered(x, dst, axes), src, _contiguous(dst, axes), axes)
 
 
 @register(Balanced, Partial, kind="to_partial")
 def pad(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
-    """x at its rows in a tensor of neutral elements. Local."""
+    """Puts x at its rows in a tensor of neutral elements. Local."""
     whole = pad_with_neutral(x, _contiguous(src, axes), dst, axes)
     return _reordered(whole, src, axes, back=True)
 
@@ -111,7 +111,7 @@ def _exchanged(x: Tensor, spec: DistSpec, axis: int, to_balanced: bool) -> Tenso
     size = spec.with_layout(Layout(dims, spec.layout.partial)).local_shape[dim]
     group = mesh.group((axis,))
     even = tuple(((s, s + k),) for s, k in (chunk(size, n, i) for i in range(n)))
-    uneven = tuple(dealt(size, i, n) for i in range(n))
+    uneven = tuple(balanced_ranges(size, i, n) for i in range(n))
     have, want = (even, uneven) if to_balanced else (uneven, even)
 
     def exchange(pieces: Sequence[Tensor], numels: Sequence[int]) -> Any:

@@ -79,7 +79,7 @@ def plan_between(src: DistSpec, dst: DistSpec) -> CrossMeshPlan:
 def _arriving(dst: DistSpec) -> tuple[DistSpec, Reductions]:
     """Returns dst without placements of users' own types, and the reductions in it."""
     layout = planner.essential(dst)
-    theirs = set(_axes(layout.own))
+    theirs = set(_axes(layout.custom))
     made = tuple(entry for entry in layout.partial if entry[0] not in theirs)
     dims = tuple(_until(axes, theirs) for axes in dst.layout.dims)
     return dst.with_layout(Layout(dims, made)), made
@@ -88,7 +88,7 @@ def _arriving(dst: DistSpec) -> tuple[DistSpec, Reductions]:
 def _staying(src: DistSpec, dst: DistSpec, made: Reductions) -> Reductions:
     """Returns the reductions that may be sent unreduced: on equal meshes, in any order."""
     layout = planner.essential(src)
-    partial, own = layout.partial, layout.own
+    partial, own = layout.partial, layout.custom
     if src.mesh.shape != dst.mesh.shape:
         return ()
     mine = set(_axes(own))
@@ -104,7 +104,7 @@ def _axes(entries: Sequence[tuple[int, object]]) -> Axes:
 def _ready(src: DistSpec, kept: Reductions) -> list[DistSpec]:
     """Returns the specs to which src may be resharded: only the ``kept`` reductions are pending."""
     layout = planner.essential(src)
-    dims = tuple(_until(axes, set(_axes(layout.own))) for axes in src.layout.dims)
+    dims = tuple(_until(axes, set(_axes(layout.custom))) for axes in src.layout.dims)
     waiting = tuple(a for a, op in layout.partial if (a, op) not in kept)
     out = [src.with_layout(Layout(dims, kept))]
     for d in range(src.ndim if waiting else 0):

@@ -55,7 +55,7 @@ def plan(src: DistSpec, dst: DistSpec, axes: Axes) -> Exchange:
 
 
 def exchange(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes, how: How = NOW) -> Any:
-    """``f32[8@dp+tp]`` to ``f32[8@tp+dp]``, and every other change between layouts of S and R."""
+    """Changes ``f32[8@dp+tp]`` to ``f32[8@tp+dp]``, and between all other layouts of S and R."""
     route, none, out = plan(src, dst, axes), x.new_empty(0), x.new_empty(dst.local_shape)
     pieces = [box.cut(x, route.source) if box else none for box in route.sent]
     if route.kept:

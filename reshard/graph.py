@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 from disttensor.core.layout import Axes as DimAxes
-from disttensor.core.layout import Layout, first, lacking
+from disttensor.core.layout import Layout, largest_piece, missing_numel
 from disttensor.core.placement import Partial, Placement, Replicate, Shard
 from reshard.exchange import common, concerned, exchange
 from reshard.registry import Axes, MoveFn, moves
@@ -68,7 +68,7 @@ def cheapest(start: Layout, goal: Layout, mesh: Axes, shape: Axes, itemsize: int
                 came[edge.to] = state, edge
                 heapq.heappush(queue, (total, next(ticket), edge.to))
     raise LookupError(
-        f"reshard: no way from {dict(start.own)} to {dict(goal.own)}: register functions for "
+        f"reshard: no way from {dict(start.custom)} to {dict(goal.custom)}: register functions for "
         "these placement types with @reshard.register, at least to and from Replicate"
     )
 
@@ -80,15 +80,15 @@ class Graph:
         self.goal, self.dims, self.partial = goal, goal.dims, goal.partial
         self.home = {a: d for d, axes in enumerate(self.dims) for a in axes}
         self.ops = dict(self.partial)
-        self.placements = dict(goal.own)
+        self.placements = dict(goal.custom)
         self.mesh, self.shape, self.itemsize = mesh, shape, itemsize
         self.sizes: dict[Dims, int] = {}
 
     def edges(self, state: Layout) -> Iterator[Edge]:
-        mine = frozenset(a for a, _ in state.own) | self.placements.keys()
+        mine = frozenset(a for a, _ in state.custom) | self.placements.keys()
         if state.partial:
             yield from self.reductions(state, mine)
-        if state.dims != self.dims or state.own != self.goal.own:
+        if state.dims != self.dims or state.custom != self.goal.custom:
             yield from self.gathers(state, mine)
         if state.dims != self.dims:
             yield from self.all_to_alls(state, mine)
@@ -102,7 +102,7 @@ class Graph:
     # Each of the following yields the edges of one kind of movement -------------------------------
 
     def reductions(self, state: Layout, mine: frozenset[int]) -> Iterator[Edge]:
-        """P -> R and P -> S, for every set of axes that wait for one reduction."""
+        """Yields P -> R and P -> S, for every set of axes that wait for one reduction."""
         dims, partial = state.dims, state.partial
         blocked = len({REDUCTION_KIND[op] for _, op in (*partial, *self.partial)}) > 1
         open_axes = [
@@ -120,9 +120,10 @@ class Graph:
                     yield self.edge(Partial, Shard, axes, state, done)
 
     def gathers(self, state: Layout, mine: frozenset[int]) -> Iterator[Edge]:
-        """S -> R, for every set of axes that are the minor ones of their dims and not in place."""
+        """Yields S -> R, for every set of axes that are the minor ones of their dims and not in
+        place."""
         choices = []
-        other = {a for a, _ in {*state.own} ^ {*self.goal.own}}
+        other = {a for a, _ in {*state.custom} ^ {*self.goal.custom}}
         for now, then in zip(state.dims, self.dims, strict=True):
             changing = [i for i, a in enumerate(now) if a in other]
             in_place = min([common(now, then), *changing])
@@ -134,7 +135,7 @@ class Graph:
                 yield self.edge(Shard, Replicate, axes, state, replace(state, dims=after))
 
     def all_to_alls(self, state: Layout, mine: frozenset[int]) -> Iterator[Edge]:
-        """S(i) -> S(j), where that puts the minor axes of dim i in place on dim j."""
+        """Yields S(i) -> S(j) if that puts the minor axes of dim i in place on dim j."""
         dims = state.dims
         for i, now in enumerate(dims):
             for k in range(len(now) - 1, common(now, self.dims[i]) - 1, -1):
@@ -151,7 +152,7 @@ class Graph:
                     yield self.edge(Shard, Shard, axes, state, replace(state, dims=after))
 
     def slices(self, state: Layout, mine: frozenset[int]) -> Iterator[Edge]:
-        """R -> S, where that puts an axis in place."""
+        """Yields R -> S if that puts an axis in place."""
         dims, used = state.dims, state.varies() | mine
         for d, (now, then) in enumerate(zip(dims, self.dims, strict=True)):
             if len(now) < len(then) and then[: len(now)] == now:
@@ -161,7 +162,7 @@ class Graph:
                     yield self.edge(Replicate, Shard, (axis,), state, to, "slice")
 
     def pendings(self, state: Layout, mine: frozenset[int]) -> Iterator[Edge]:
-        """R -> P and S -> P, one axis at a time: they are local."""
+        """Yields R -> P and S -> P, one axis at a time: they are local."""
         for axis, op in self.partial:
             if axis in state.partial_axes | mine or not _inner(axis, op, state.partial):
                 continue
@@ -177,7 +178,7 @@ class Graph:
         after = tuple(tuple(a for a in axes if a not in left_out) for axes in self.dims)
         axes = concerned(dims, after)
         if axes and mine.isdisjoint(axes):
-            price = lacking(self.shape, dims, after, self.mesh) * self.itemsize
+            price = missing_numel(self.shape, dims, after, self.mesh) * self.itemsize
             to = replace(state, dims=after)
             yield Edge("all_to_all", exchange, axes, price, to, extra=LATENCY + EXCHANGE)
 
@@ -187,7 +188,7 @@ class Graph:
             left = _without(state.dims, axis)
             if left is None:
                 continue
-            bare = Layout(left, _drop(state.partial, axis), _drop(state.own, axis))
+            bare = Layout(left, _drop(state.partial, axis), _drop(state.custom, axis))
             now = placement_at(state, axis)
             for then in (Replicate(), placement_at(self.goal, axis)):
                 if now != then and (type(now), type(then)) in moves:
@@ -210,7 +211,9 @@ class Graph:
         """Returns the elements of the first rank's local, the largest."""
         n = self.sizes.get(dims)
         if n is None:
-            pieces = (first(s, axes, self.mesh) for s, axes in zip(self.shape, dims, strict=True))
+            pieces = (
+                largest_piece(s, axes, self.mesh) for s, axes in zip(self.shape, dims, strict=True)
+            )
             n = self.sizes[dims] = math.prod(pieces)
         return n
 
@@ -222,7 +225,7 @@ class Graph:
 
 def placed(layout: Layout, axis: int, placement: Placement) -> Layout:
     """Returns ``layout`` with a placement on ``axis``, which was replicated."""
-    dims, partial, own = layout.dims, layout.partial, layout.own
+    dims, partial, own = layout.dims, layout.partial, layout.custom
     if isinstance(placement, Shard):
         d = placement.dim % len(dims)
         dims = (*dims[:d], (*dims[d], axis), *dims[d + 1 :])
@@ -235,7 +238,7 @@ def placed(layout: Layout, axis: int, placement: Placement) -> Layout:
 
 def placement_at(layout: Layout, axis: int) -> Placement:
     """Returns the placement, without the order of axes on one dim."""
-    for a, placement in layout.own:
+    for a, placement in layout.custom:
         if a == axis:
             return placement
     for a, op in layout.partial:

@@ -51,7 +51,8 @@ class PieceGrid:
 
 
 def piece_grid(piece: DistSpec, whole: DistSpec, axes: Axes) -> PieceGrid:
-    """``whole`` is ``piece`` with ``axes``, the minor ones there, removed from its dims."""
+    """Returns the grid of pieces. ``whole`` is ``piece`` with ``axes``, the minor ones there,
+    removed from its dims."""
     mesh, group, shape = piece.mesh, piece.mesh.group(axes), whole.local_shape
     sizes, order = tuple(mesh.shape[a] for a in axes), list[int]()
     for d, splits in enumerate(piece.layout.dims):

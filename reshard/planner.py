@@ -119,10 +119,10 @@ def runner(src: DistSpec, dst: DistSpec) -> Callable[[Tensor], Tensor]:
 
 @cached(4096)
 def background(
-    src: DistSpec, dst: DistSpec, apart: bool = False
+    src: DistSpec, dst: DistSpec, copies: bool = False
 ) -> Callable[[Tensor], Work[Tensor]] | None:
     """Returns the function that starts ``run`` in the background; None if it takes several steps,
-    or sends too few bytes to be worth the overhead. ``apart``: the local may be written to
+    or sends too few bytes to be worth the overhead. ``copies``: the local may be written to
     meanwhile, so it is not read after the start."""
     steps = choose(src, dst)
     if len(steps) != 1 or steps[0].bytes < WORTH:
@@ -131,7 +131,7 @@ def background(
     if step.fn not in STARTABLE:
         return None
     start: Any = step.fn
-    return lambda x: start(x, step.src, step.dst, step.axes, How(True, apart))
+    return lambda x: start(x, step.src, step.dst, step.axes, How(True, copies))
 
 
 def essential(spec: DistSpec) -> Layout:
@@ -140,7 +140,7 @@ def essential(spec: DistSpec) -> Layout:
     return Layout(
         tuple(tuple(a for a in axes if sizes[a] > 1) for axes in layout.dims),
         tuple(entry for entry in layout.partial if sizes[entry[0]] > 1),
-        tuple(entry for entry in layout.own if sizes[entry[0]] > 1),
+        tuple(entry for entry in layout.custom if sizes[entry[0]] > 1),
     )
 
 

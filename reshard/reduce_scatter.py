@@ -23,7 +23,7 @@ def plan(src: DistSpec, dst: DistSpec, axes: Axes) -> tuple[str, PieceGrid]:
 
 @register(Partial, Shard, cost=lambda src_bytes, dst_bytes, ranks: (ranks - 1) * dst_bytes)
 def reduce_scatter(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes, how: How = NOW) -> Any:
-    """``f32[8, 6] {dp: P(sum)}`` to ``f32[8@dp, 6]``. Half the bytes of an all_reduce."""
+    """Reduces ``f32[8, 6] {dp: P(sum)}`` to ``f32[8@dp, 6]``. Half the bytes of an all_reduce."""
     op, grid = plan(src, dst, axes)
     shape = dst.local_shape
     if not x.numel():

@@ -68,10 +68,10 @@ def register(
     kind: str | None = None,
     cost: CostFn = no_bytes,
 ) -> Callable[[MoveFn], MoveFn]:
-    """``@register(Shard, Replicate)``: the decorated function makes this transition.
+    """Registers the decorated function for a transition: ``@register(Shard, Replicate)``.
 
-    It is called as ``fn(x, src, dst, axes)``: ``x`` is this rank's local of the spec ``src``; what
-    it returns is its local of ``dst``. The specs differ on ``axes`` only, which all go from a
+    It is called as ``fn(x, src, dst, axes)``: ``x`` is this rank's local of the spec ``src``; the
+    result is its local of ``dst``. The specs differ on ``axes`` only, which all go from a
     placement of the first type to a placement of the second. The function must not change ``x``.
     The planner compares ``cost`` (see Mover); a function without a cost counts as local.
     Raises ValueError if the pair is registered already, and TypeError for other types than
@@ -100,8 +100,8 @@ def register(
 
 
 def then(result: T | Work[T], finish: Callable[[T], Tensor], into: Tensor | None = None) -> Any:
-    """Returns ``finish(result)``; of a Work, a Work that returns it. ``into``: the memory of what
-    ``finish`` returns; None: it returns a view."""
+    """Returns ``finish(result)``; of a Work, a Work that returns it. ``into``: the memory of the
+    result of ``finish``; None: it returns a view."""
     if not isinstance(result, Work):
         return finish(result)
     if into is None and result.into is not None:

@@ -9,5 +9,5 @@ from reshard.registry import Axes, Tensor, register
 
 @register(Replicate, Shard, kind="slice")
 def keep_piece(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
-    """``f32[8, 6]`` to ``f32[8@dp, 6]``: a view of x, without communication."""
+    """Cuts ``f32[8, 6]`` to ``f32[8@dp, 6]``: a view of x, without communication."""
     return dst.local_box.cut(x, src.local_box)

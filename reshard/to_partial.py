@@ -14,7 +14,8 @@ from reshard.registry import Axes, Tensor, register
 
 @register(Replicate, Partial, kind="to_partial")
 def keep_once(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
-    """``f32[8]`` to ``f32[8] {dp: P(sum)}``: for sum and prod the first rank of the axes keeps x.
+    """Turns ``f32[8]`` into ``f32[8] {dp: P(sum)}``: for sum and prod the first rank of the axes
+    keeps x.
 
     For the other reductions, where a value counts once however often it is there, all keep it.
     """
@@ -28,7 +29,8 @@ def keep_once(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
 
 @register(Shard, Partial, kind="to_partial")
 def pad_with_neutral(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
-    """``f32[8@dp]`` to ``f32[8] {dp: P(sum)}``: x at its place in a tensor of neutral elements.
+    """Turns ``f32[8@dp]`` into ``f32[8] {dp: P(sum)}``: x at its place in a tensor of neutral
+    elements.
 
     For avg x is multiplied by the ranks, which the average divides by again.
     """

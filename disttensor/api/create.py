@@ -26,7 +26,7 @@ from disttensor.core.spec import spec_of
 from disttensor.meta import execute, infer
 from disttensor.random import state
 from disttensor.random.factories import make_local
-from disttensor.tensor.awaited import started
+from disttensor.tensor.awaited import start_reshard
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.reshard import resharded, target
 from reshard import cross_mesh
@@ -83,7 +83,7 @@ def shard_tensor(
             "part in the result, and so no gradient. Give data.detach(), or leave src_rank out"
         )
     if mesh.coordinate is None:
-        return _as_parameter(execute.stand_in(spec, requires_grad), data)
+        return _as_parameter(execute.off_mesh_leaf(spec, requires_grad), data)
     if check and src_rank is None:
         _compare(value, whole)
     if src_rank is not None:
@@ -181,7 +181,7 @@ def reshard(
             x, mesh, placements, dims_mapping=dims_mapping, partial_status=partial_status
         )
     dst = target(x.spec, mesh or x.spec.mesh, placements, dims_mapping, partial_status)
-    return started(x, dst)
+    return start_reshard(x, dst)
 
 
 def from_fn(
@@ -221,18 +221,18 @@ def from_fn(
     if requires_grad is not False:
         kind = dtype or (torch.int64 if fn is torch.randperm else spec.dtype)
         check_differentiable(who, requires_grad, kind)
-    if spec.layout.own:  # only the reshard to such a placement can cut its pieces
-        bare = spec.with_layout(spec.layout.without_own()).placements
+    if spec.layout.custom:  # only the reshard to such a placement can cut its pieces
+        bare = spec.with_layout(spec.layout.without_custom()).placements
         whole = from_fn(fn, mesh, bare, shape, *args, dtype=dtype, **kwargs)
         out = resharded(whole, spec.with_dtype(whole.spec.dtype))
         return out.requires_grad_(requires_grad)
     if mesh.coordinate is None:
         extent: Any = size[0] if fn is torch.randperm else size
         given = (*args, extent) if fn is torch.randint else (extent, *args)
-        made = infer.found(fn, given, {**kwargs, "dtype": dtype, "device": mesh.device})
+        made = infer.infer_metadata(fn, given, {**kwargs, "dtype": dtype, "device": mesh.device})
         if made.draws:
             state.draw(mesh, "invariant", kwargs.get("generator"))
-        return execute.stand_in(spec.with_dtype(made.outs[0].dtype), requires_grad)
+        return execute.off_mesh_leaf(spec.with_dtype(made.outs[0].dtype), requires_grad)
     compare_programs.record_entry(who, spec)
     local = make_local(fn, spec, args, kwargs)
     if local is None:

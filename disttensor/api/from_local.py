@@ -15,7 +15,7 @@ from disttensor.comm import compare_programs, objects
 from disttensor.core.layout import Axes, Layout
 from disttensor.core.mesh import ProcessMesh, as_mesh
 from disttensor.core.placement import Placement
-from disttensor.core.spec import DistSpec, checked, layout_from, spec_of
+from disttensor.core.spec import DistSpec, check_spec, layout_from, spec_of
 from disttensor.meta import execute
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.values import axes_of_grad
@@ -66,7 +66,7 @@ def from_local(
         if shape is None:
             received = objects.recv_object(mesh.root.ranks, mesh.device)
         size, dtype = received
-        return execute.stand_in(spec_of(mesh, size, dtype, *how), local.requires_grad)
+        return execute.off_mesh_leaf(spec_of(mesh, size, dtype, *how), local.requires_grad)
     asked = shape is None
     with objects.sends_error(mesh.root.ranks, mesh.device) if asked else nullcontext():
         x = from_pieces(local, mesh, layout_from(mesh, local.ndim, *how), shape, axes)
@@ -93,8 +93,8 @@ def from_pieces(
             raise ValueError(f"from_local: pieces of one dtype and as many dims: {held}")
         if shape is None:
             shape = _global_shape(pieces, layout, mesh)
-        _check_pieces(checked(DistSpec(mesh, layout, shape, local.dtype)), pieces)
-    spec = checked(DistSpec(mesh, layout, shape, local.dtype))
+        _check_pieces(check_spec(DistSpec(mesh, layout, shape, local.dtype)), pieces)
+    spec = check_spec(DistSpec(mesh, layout, shape, local.dtype))
     if tuple(local.shape) != spec.local_shape:
         raise ValueError(
             f"from_local: this rank's piece of {spec!r} has shape {list(spec.local_shape)}, not "

@@ -35,7 +35,7 @@ def to_dtensor(x: DistTensor) -> Any:
     mesh = x.spec.mesh
     if any(tuple(sorted(a)) != a for a in x.spec.layout.dims):
         raise ValueError(f"{x.spec!r}: DTensor splits a dim in mesh order only; reshard it first")
-    if x.spec.layout.own:
+    if x.spec.layout.custom:
         raise ValueError(
             f"{x.spec!r}: DTensor knows Shard, Replicate and Partial only; reshard it to one of "
             "these first: dt.reshard(x, x.process_mesh, [dt.Shard(0), ...])"

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
 
 from disttensor.api.from_local import from_pieces
 from disttensor.autograd.grad_types import GradType, gradient_type, reshard_local
-from disttensor.autograd.tie import tied
+from disttensor.autograd.tie import tie_outputs
 from disttensor.cache import Cache
 from disttensor.checks import (
     argument_error,
@@ -27,11 +29,12 @@ from disttensor.core.placement import as_placement
 from disttensor.core.spec import DistSpec
 from disttensor.dispatch.key import key_of
 from disttensor.dispatch.resolve import one_mesh, plain_spec
+from disttensor.dispatch.run import as_replicated
 from disttensor.meta import execute
 from disttensor.pytree import Uncacheable, collect, find_tensors, rebuild, substitute
-from disttensor.tensor.dist_tensor import DistTensor, wrap
+from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.reshard import resharded_local
-from disttensor.tensor.tensor_meta import described
+from disttensor.tensor.tensor_meta import describe_tensors
 
 
 def local_map(
@@ -69,24 +72,15 @@ def local_map(
     """
     check_callable("local_map: fn", fn)
     if positional:
-        warnings.warn(
-            "local_map: give in_placements and out_placements by name; torch's local_map has them "
-            "in the other order, so positions are refused in 0.3",
-            DeprecationWarning,
-            stacklevel=2,
+        in_placements, out_placements, in_grad_placements = _by_position(
+            positional, (in_placements, out_placements, in_grad_placements)
         )
-        if len(positional) > 3:
-            raise TypeError(f"local_map: 4 positions at most, and {1 + len(positional)} were given")
-        given = (*positional, None, None, None)
-        in_placements, out_placements = in_placements or given[0], out_placements or given[1]
-        in_grad_placements = in_grad_placements or given[2]
     if device_mesh is not None:
         device_mesh = as_mesh("local_map: device_mesh", device_mesh)
     if out_placements is None:
         raise ValueError(
             "local_map: out_placements says what the results are; give placements for each result"
         )
-
     for name, given in (
         ("in_placements", in_placements),
         ("out_placements", out_placements),
@@ -94,36 +88,15 @@ def local_map(
     ):
         if given is not None:
             check_sequence(f"local_map: {name}", given, "placements, or a list of them")
-    if out_shapes is not None:
-        who, nested = "local_map: out_shapes", _nested(out_placements)
-        given = check_sequence(who, out_shapes if nested else [out_shapes], "a shape a result")
-        for shape in given:
-            if shape is not None:
-                check_shape(who, shape)
-        if len(given) != (len(out_placements) if nested else 1):
-            raise argument_error(who, out_shapes, "one for each of out_placements", ValueError)
+    outs = list(out_placements) if _nested(out_placements) else [out_placements]
+    shapes = _checked_shapes(out_shapes, len(outs), _nested(out_placements))
 
     # Kind of call -> metadata that ranks off the mesh have received.
     known: Cache[Any, Any] = Cache(1024, received=True)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         tensors = collect((args, kwargs), [])
-        if _number(find_tensors((args, kwargs))) > _number(tensors):
-            raise TypeError(
-                "local_map: a DistTensor in a dataclass: fn gets the pieces of tensors in lists, "
-                "tuples and dicts; give the fields as arguments of their own"
-            )
-        has_mesh = any(isinstance(t, DistTensor) for t in tensors)
-        if not has_mesh and device_mesh is None:
-            raise ValueError(
-                "local_map: no argument is a DistTensor, so the mesh is not known: give device_mesh"
-            )
-        mesh = one_mesh(fn, tensors) if has_mesh else device_mesh
-        if device_mesh not in (None, mesh):
-            raise ValueError(f"local_map: device_mesh={device_mesh!r}; the tensors are on {mesh!r}")
-        single = not _nested(out_placements)
-        outs = [out_placements] if single else list(out_placements)
-        shapes = [out_shapes] * len(outs) if single or out_shapes is None else list(out_shapes)
+        mesh = _mesh_of(fn, args, kwargs, device_mesh)
         wanted = list(in_placements) if _nested(in_placements) else [in_placements] * len(tensors)
         grads = in_grad_placements or [None] * len(tensors)
         for name, listed in (("in_placements", wanted), ("in_grad_placements", grads)):
@@ -132,12 +105,14 @@ def local_map(
                     f"local_map: {name} has {len(listed)} entries, the call has {len(tensors)} "
                     "tensors"
                 )
-        specs = []
-        for t, w in zip(tensors, wanted, strict=True):
-            spec = t.spec if isinstance(t, DistTensor) else plain_spec(t, mesh)
-            specs.append(
-                spec if w is None else spec.with_layout(layout_of(w, spec.ndim, mesh.ndim))
-            )
+        inputs = [
+            t if isinstance(t, DistTensor) else as_replicated(t, plain_spec(t, mesh))
+            for t in tensors
+        ]
+        specs = [
+            x.spec if w is None else x.spec.with_layout(layout_of(w, x.ndim, mesh.ndim))
+            for x, w in zip(inputs, wanted, strict=True)
+        ]
         vary = {a for s in specs for a in s.layout.varies()}
         for o in outs:
             vary |= {a for a, p in enumerate(o or ()) if str(as_placement(p)) != "R"}
@@ -152,42 +127,93 @@ def local_map(
             return execute.wrap_received(received, mesh, args, kwargs)
         broadcasts = key not in known
         with objects.sends_error(mesh.root.ranks, mesh.device) if broadcasts else nullcontext():
-            given = [
-                _local_of(t if isinstance(t, DistTensor) else replicated_of(t, mesh), spec, vary, g)
-                for t, spec, g in zip(tensors, specs, grads, strict=True)
+            locals_ = [
+                _local_of(x, s, vary, g) for x, s, g in zip(inputs, specs, grads, strict=True)
             ]
-            left = iter(given)
+            left = iter(locals_)
             call = substitute((args, kwargs), lambda _: next(left))
             result = fn(*call[0], **call[1])
-            lone = isinstance(result, torch.Tensor) or not isinstance(result, (list, tuple))
-            pieces = [result] if lone else list(result)
-            if len(pieces) != len(outs):
-                raise ValueError(
-                    f"local_map: fn gave {len(pieces)} results, out_placements describes "
-                    f"{len(outs)}"
-                )
-            for i, (p, o) in enumerate(zip(pieces, outs, strict=True)):
-                if o is not None and not isinstance(p, torch.Tensor):
-                    raise TypeError(
-                        f"local_map: result {i} of fn is {type(p).__name__}, no tensor, but has "
-                        f"placements {o}; give None for it"
-                    )
-                if o is not None:
-                    check_dense(f"local_map: result {i} of fn", p)
+            pieces, rebuilt = _checked_pieces(result, outs)
             if torch.is_grad_enabled() and any(mesh.shape[a] > 1 for a in vary):
-                pieces = tied(pieces, given)
-            dressed = [
+                pieces = tie_outputs(pieces, locals_)
+            result = rebuilt([
                 p if o is None else from_pieces(p, mesh, layout_of(o, p.ndim, mesh.ndim), s)
                 for p, o, s in zip(pieces, outs, shapes, strict=True)
-            ]
-            result = dressed[0] if lone else rebuild(result, dressed)
+            ])  # fmt: skip
         if broadcasts:
-            objects.send_object(described(result), mesh.root.ranks, mesh.device)
+            objects.send_object(describe_tensors(result), mesh.root.ranks, mesh.device)
         if key is not None:
             known[key] = True
         return result
 
     return run
+
+
+def _by_position(positional: tuple[Any, ...], named: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns the placements of arguments, results and gradients; some are given by position."""
+    warnings.warn(
+        "local_map: give in_placements and out_placements by name; torch's local_map has them in "
+        "the other order, so positions are refused in 0.3",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    if len(positional) > 3:
+        raise TypeError(f"local_map: 4 positions at most, and {1 + len(positional)} were given")
+    return tuple(by_name or p for by_name, p in zip_longest(named, positional))
+
+
+def _checked_shapes(shapes: Any, count: int, nested: bool) -> Sequence[Any]:
+    """Checks ``out_shapes``, and returns the shape of each of ``count`` results, or None."""
+    if shapes is None:
+        return [None] * count
+    who = "local_map: out_shapes"
+    given = check_sequence(who, shapes if nested else [shapes], "a shape a result")
+    for shape in given:
+        if shape is not None:
+            check_shape(who, shape)
+    if len(given) != count:
+        raise argument_error(who, shapes, "one for each of out_placements", ValueError)
+    return given
+
+
+def _mesh_of(fn: Any, args: Any, kwargs: Any, device_mesh: ProcessMesh | None) -> ProcessMesh:
+    """Returns the mesh of a call: of its DistTensors, or ``device_mesh``."""
+    tensors = collect((args, kwargs), [])
+    if _number(find_tensors((args, kwargs))) > _number(tensors):
+        raise TypeError(
+            "local_map: a DistTensor in a dataclass: fn gets the pieces of tensors in lists, "
+            "tuples and dicts; give the fields as arguments of their own"
+        )
+    if _number(tensors):
+        mesh = one_mesh(fn, tensors)
+        if device_mesh not in (None, mesh):
+            raise ValueError(f"local_map: device_mesh={device_mesh!r}; the tensors are on {mesh!r}")
+        return mesh
+    if device_mesh is None:
+        raise ValueError(
+            "local_map: no argument is a DistTensor, so the mesh is not known: give device_mesh"
+        )
+    return device_mesh
+
+
+def _checked_pieces(result: Any, outs: Sequence[Any]) -> tuple[list[Any], Callable[..., Any]]:
+    """Checks the results of ``fn``. Returns them, and the function that puts others in their
+    place."""
+    single = isinstance(result, torch.Tensor) or not isinstance(result, (list, tuple))
+    pieces = [result] if single else list(result)
+    if len(pieces) != len(outs):
+        raise ValueError(
+            f"local_map: fn gave {len(pieces)} results, out_placements describes {len(outs)}"
+        )
+    for i, (p, o) in enumerate(zip(pieces, outs, strict=True)):
+        if o is not None and not isinstance(p, torch.Tensor):
+            raise TypeError(
+                f"local_map: result {i} of fn is {type(p).__name__}, no tensor, but has "
+                f"placements {o}; give None for it"
+            )
+        if o is not None:
+            check_dense(f"local_map: result {i} of fn", p)
+    return pieces, (lambda made: made[0]) if single else partial(rebuild, result)
 
 
 def _number(tensors: list[torch.Tensor]) -> int:
@@ -218,14 +244,6 @@ def _kind(args: Any, kwargs: Any, tensors: list[Any]) -> Any:
         )
     except Uncacheable:
         return None
-
-
-def replicated_of(t: torch.Tensor, mesh: ProcessMesh) -> DistTensor:
-    """Returns a replicated DistTensor of a regular tensor, by an alias with its own node: the
-    gradient reaches the tensor."""
-    return wrap(
-        t.view_as(t) if t.requires_grad and torch.is_grad_enabled() else t, plain_spec(t, mesh)
-    )
 
 
 def _nested(placements: Any) -> bool:

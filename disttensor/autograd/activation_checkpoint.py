@@ -91,7 +91,7 @@ def region() -> Any:
     return None if top is None else weakref.ref(top[0])
 
 
-def replayed(run: Run | None, sure: bool = True) -> Any:
+def repeated_note(run: Run | None, sure: bool = True) -> Any:
     """Returns the note of the random call that a recomputation is about to repeat, or None if its
     numbers are new.
 
@@ -110,7 +110,7 @@ def replayed(run: Run | None, sure: bool = True) -> Any:
     return source.notes[source.taken]
 
 
-def note(run: Run | None, what: Any) -> None:
+def add_note(run: Run | None, what: Any) -> None:
     """Adds the note of a random call to all regions around it. Raises RuntimeError in a backward
     that repeats no region."""
     source = recompute_around(run)

@@ -36,8 +36,7 @@ def start_back(grad: Tensor, src: GradType, dst: GradType, tag: int) -> Work[Ten
 def cross_mesh_transfer(x: Tensor, value: Tensor, src: GradType, dst: GradType, tag: int) -> Tensor:
     """Returns the local (or token) of ``dst`` for ``x``, the local (or token) of ``src``; ``value``
     is its value."""
-    out: Tensor = _cross_mesh(x, token.anchor(value.device), [value], src, dst, tag)[0]
-    return out
+    return _cross_mesh(x, token.anchor(value.device), [value], src, dst, tag)[0]
 
 
 def own_memory(value: Tensor, local: Tensor) -> Tensor:

@@ -19,13 +19,13 @@ Node = Any
 class BackwardGraph:
     """The nodes below ``roots`` that lead to a leaf or to one of ``anchors``.
 
-    children  of each node: the children that lead there
-    order     all nodes, children before parents
-    way       the nodes that lead to an anchor; if there is none, the nodes that lead to ``ends``.
-              An end is a node with several chains of nodes below it, each to one leaf, or the top
-              of one chain that is used several times: a node of the first layer, or of a weight
-              that is computed from others
-    leaves    the nodes that accumulate the gradients of leaves, without anchors
+    children    of each node: the children that lead there
+    order       all nodes, children before parents
+    input_path  the nodes that lead to an anchor; if there is none, those that lead to ``ends``.
+                An end is a node with several chains of nodes below it, each to one leaf, or the top
+                of one chain that is used several times: a node of the first layer, or of a weight
+                that is computed from others
+    leaves      the nodes that accumulate the gradients of leaves, without anchors
     """
 
     def __init__(self, roots: Sequence[Node], anchors: Sequence[Node]) -> None:
@@ -35,11 +35,11 @@ class BackwardGraph:
         self.leaves = [n for n in self.order if not found[n] and n not in of_anchors]
         self.anchors = [anchor for anchor in anchors if anchor in found]
         self.ends: list[Node] = [] if self.anchors else self._ends()
-        self.way = {*self.anchors, *self.ends}
-        way = self.way
+        self.input_path = {*self.anchors, *self.ends}
+        input_path = self.input_path
         for node in self.order:
-            if not way.isdisjoint(found[node]):
-                way.add(node)
+            if not input_path.isdisjoint(found[node]):
+                input_path.add(node)
 
     def _ends(self) -> list[Node]:
         chains: set[Node] = set()
@@ -56,12 +56,12 @@ class BackwardGraph:
 
 
 class ParamGroup:
-    """Weights whose gradients are computed together: connected nodes off the way.
+    """Weights whose gradients are computed together: connected nodes off the input path.
 
     starts  forks and ends above them; empty if only roots are above them
     handed  (fork, node) for a fork that hands its gradient on to a node of the group. The group
             does not need to run such a fork again
-    nodes   the nodes off the way, including ``leaves``
+    nodes   the nodes off the input path, including ``leaves``
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class ParamGroup:
 
     def begin(
         self, roots: Sequence[Tensor], edges: Sequence[Node], grads: Sequence[Tensor],
-        came: dict[Node, tuple[Tensor | None, ...]],
+        fork_grads: dict[Node, tuple[Tensor | None, ...]],
     ) -> None:  # fmt: skip
         """Keeps the roots and gradients of the second part."""
         if self.from_roots:
@@ -90,12 +90,12 @@ class ParamGroup:
             at = [i for i, edge in enumerate(edges) if edge in inside]
             self.roots, self.grads = [roots[i] for i in at], [grads[i] for i in at]
         for fork in self.starts:
-            for i, grad in enumerate(came.get(fork, ())):
+            for i, grad in enumerate(fork_grads.get(fork, ())):
                 if grad is not None:
                     self.roots.append(GradientEdge(fork, i))
                     self.grads.append(grad)
         for fork, node in self.handed:
-            for grad in came.get(fork, ()):
+            for grad in fork_grads.get(fork, ()):
                 if grad is not None:
                     self.roots.append(GradientEdge(node, 0))
                     self.grads.append(grad)
@@ -115,12 +115,12 @@ def groups_of(graph: BackwardGraph, roots: Sequence[Node]) -> list[ParamGroup]:
             parent[node] = node = parent[parent[node]]
         return node
 
-    way = graph.way
+    input_path = graph.input_path
     off = []
     forks = []
     for node in graph.order:
-        if node in way:
-            below = [child for child in graph.children[node] if child not in way]
+        if node in input_path:
+            below = [child for child in graph.children[node] if child not in input_path]
             if not below:
                 continue
             forks.append((node, below))
@@ -143,7 +143,7 @@ def groups_of(graph: BackwardGraph, roots: Sequence[Node]) -> list[ParamGroup]:
         else:
             group.starts.append(fork)
     for node in roots:
-        if node in graph.children and node not in graph.way:
+        if node in graph.children and node not in graph.input_path:
             found[root_of(node)].from_roots = True
 
     def newest(group: ParamGroup) -> float:

@@ -71,7 +71,7 @@ def gradient_type(t: GradType) -> tuple[GradType, float]:
             scale *= mesh.shape[a] if op == "avg" else 1
         pending = tuple((a, "sum") for a in sorted(t.varying))
         # users' types that split
-        own = tuple((a, p) for a, p in layout.own if isinstance(p, Shard))
+        own = tuple((a, p) for a, p in layout.custom if isinstance(p, Shard))
         spec = t.spec.with_layout(Layout(layout.dims, pending, own))
         flipped = GradType(spec, tuple(sorted(layout.partial_axes)))
         found = _gradient_types[t] = (flipped, scale)
@@ -225,5 +225,4 @@ def _apply_transition(
     first = node_number(out.grad_fn) + 1
     for _ in range(RESERVED):
         out.view_as(out)  # uses up a number
-    early: Tensor = _early_reduce(out, transition.start, running, first)
-    return early
+    return _early_reduce(out, transition.start, running, first)

@@ -19,7 +19,7 @@ def this_backward() -> int:
     return _joined[-1][0] if _joined and current_backward() != -1 else current_backward()
 
 
-def when_over(function: Callable[[], object]) -> None:
+def run_after_backward(function: Callable[[], object]) -> None:
     """Runs a function when the present backward has run all its nodes."""
     if _joined:
         _joined[-1][1].append(function)
@@ -42,7 +42,7 @@ class _OnFailure:
             self.function()
 
 
-def when_failed(function: Callable[[], object]) -> None:
+def run_after_failure(function: Callable[[], object]) -> None:
     """Runs a function if the present call of autograd ends with an error."""
     after_backward(_OnFailure(function))
 
@@ -62,7 +62,7 @@ def one_backward() -> Iterator[None]:
 
 
 @contextmanager
-def part_of_present() -> Iterator[None]:
+def join_present_backward() -> Iterator[None]:
     """Makes a call of autograd inside a node part of the present backward, which ends later."""
     if current_backward() == -1:
         yield
@@ -74,4 +74,4 @@ def part_of_present() -> Iterator[None]:
     finally:
         _joined.pop()
         for function in waiting:
-            when_over(function)
+            run_after_backward(function)

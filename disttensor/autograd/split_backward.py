@@ -1,14 +1,14 @@
 """A backward in two parts: the gradients of received tensors, and later the gradients of weights.
 
 Nodes of the graph are of two kinds: nodes that lead to a received tensor (if there is none, to the
-first layer), the *way*, and nodes that lead to weights only. The first part runs the way. A node of
-it from which weights branch off, a *fork*, runs twice, each time for the gradients of one part: the
-matrix products of a layer's input and of its weight are one node of autograd. The gradient of a
-fork is kept for the second part, and tensors saved by the other nodes are freed.
+first layer), the *input path*, and nodes that lead to weights only. The first part runs the input
+path. A node of it from which weights branch off, a *fork*, runs twice, each time for the gradients
+of one part: the matrix products of a layer's input and of its weight are one node of autograd. The
+gradient of a fork is kept for the second part, and tensors saved by the other nodes are freed.
 
 The gradient of a weight is computed in the first part if the second part would need the gradients
 of several forks: the weight is used several times in the graph, by a Python node that makes other
-gradients too, in a recomputed region, or it is marked by ``at_once``.
+gradients too, in a recomputed region, or it is marked by ``compute_weight_now``.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ from disttensor.autograd.fork_groups import BackwardGraph, ParamGroup, groups_of
 from disttensor.autograd.graph import node_of
 
 Tensor = torch.Tensor
-_AT_ONCE = "disttensor_gradient_at_once"
+_UNSPLIT = "disttensor_unsplit_gradient"
 _HOOKED = "disttensor.hooked"
 _REENTRANT = "CheckpointFunctionBackward"  # it cannot run for some leaves only
 Engine = Callable[..., None]
-AtOnce = tuple[list[Tensor], str]  # weights whose gradients are computed in the first part, and why
+# weights whose gradients are computed in the first part, and why
+UnsplitWeights = tuple[list[Tensor], str]
 REGION = (
     "computed again in the backward, which is done once: leave recompute (checkpoint) out where "
-    "gradients are to be put off"
+    "gradients are to be deferred"
 )
 
 
-def at_once(leaf: Tensor) -> None:
+def compute_weight_now(leaf: Tensor) -> None:
     """Marks a leaf whose gradient is never deferred."""
-    setattr(leaf, _AT_ONCE, True)
+    setattr(leaf, _UNSPLIT, True)
 
 
-def watched(node: Any) -> None:
+def mark_hooked(node: Any) -> None:
     """Marks a node with hooks, which may run once in a backward."""
     if node is not None:
         node.metadata[_HOOKED] = True
@@ -51,29 +52,29 @@ def watched(node: Any) -> None:
 class SplitBackward:
     """The backward of ``roots`` with these gradients.
 
-    whole(node)  the reason why its part of the graph cannot be split; empty if it can
-    own(node)    True if no other graph has the node; its saved tensors may be freed
-    engine       ``torch.autograd.backward``, or a function that calls it
+    keep_whole(node)   the reason why its part of the graph cannot be split; empty if it can
+    is_own_node(node)  True if no other graph has the node; its saved tensors may be freed
+    engine             ``torch.autograd.backward``, or a function that calls it
 
-    ``is_whole``: the second part is empty. ``at_once``: weights of the first part, with reasons.
+    ``is_whole``: the second part is empty. ``unsplit``: weights of the first part, with reasons.
     """
 
     def __init__(
         self, roots: Sequence[Tensor], grads: Sequence[Tensor], *,
-        whole: Callable[[Any], str], own: Callable[[Any], bool], engine: Engine,
+        keep_whole: Callable[[Any], str], is_own_node: Callable[[Any], bool], engine: Engine,
     ) -> None:  # fmt: skip
-        self.engine, self.own = engine, own
+        self.engine, self.is_own_node = engine, is_own_node
         self.roots, self.grads = list(roots), list(grads)
         self.edges = [node_of(root) for root in roots]
         anchors = [node_of(anchor) for anchor in token.anchors()]
         self.graph = BackwardGraph(self.edges, anchors)
         reenters = any(node.name() == _REENTRANT for node in self.graph.order)
         self.groups: list[ParamGroup] = []
-        self.at_once: list[AtOnce] = []
+        self.unsplit: list[UnsplitWeights] = []
         for group in groups_of(self.graph, self.edges):
-            why = REGION if reenters else _why_whole(group, whole)
+            why = REGION if reenters else _why_whole(group, keep_whole)
             if why:
-                self.at_once.append(([leaf.variable for leaf in group.leaves], why))
+                self.unsplit.append(([leaf.variable for leaf in group.leaves], why))
             else:
                 self.groups.append(group)
         self.is_whole = not self.groups
@@ -84,27 +85,27 @@ class SplitBackward:
         if self.is_whole:
             self.engine(roots, grads, retain_graph)
         else:
-            came = self._run_way()
+            fork_grads = self._run_input_path()
             for group in groups:
-                group.begin(roots, self.edges, grads, came)
+                group.begin(roots, self.edges, grads, fork_grads)
         later = {node for group in groups for node in group.second}
         for node in graph.order if groups else ():
-            if node not in later and self.own(node):
+            if node not in later and self.is_own_node(node):
                 drop_saved(node)
         for group in groups:
             group.forget()
         self.roots, self.grads, self.edges = [], [], []
         del self.graph  # the groups hold the nodes that are still needed
 
-    def _run_way(self) -> dict[Any, Any]:
-        """Runs the way, and returns the gradients of the forks."""
+    def _run_input_path(self) -> dict[Any, Any]:
+        """Runs the input path, and returns the gradients of the forks."""
         graph = self.graph
-        came: dict[Any, Any] = {}
-        put_off = {leaf for group in self.groups for leaf in group.leaves}
+        fork_grads: dict[Any, Any] = {}
+        deferred = {leaf for group in self.groups for leaf in group.leaves}
         forks = [fork for group in self.groups for fork in group.forks]
-        to = [leaf for leaf in graph.leaves if leaf not in put_off] + graph.anchors
+        to = [leaf for leaf in graph.leaves if leaf not in deferred] + graph.anchors
         to += [end for end in graph.ends if end in set(forks)]
-        handles = [fork.register_prehook(partial(came.__setitem__, fork)) for fork in forks]
+        handles = [fork.register_prehook(partial(fork_grads.__setitem__, fork)) for fork in forks]
         try:
             if to:
                 edges = [GradientEdge(node, 0) for node in to]
@@ -112,7 +113,7 @@ class SplitBackward:
         finally:
             for handle in handles:
                 handle.remove()
-        return came
+        return fork_grads
 
     def weights(self) -> None:
         """Runs the second part, newest layers first."""
@@ -123,7 +124,7 @@ class SplitBackward:
                 self.engine(group.roots, group.grads, False, inputs=edges)
 
 
-def _why_whole(group: ParamGroup, whole: Callable[[Any], str]) -> str:
+def _why_whole(group: ParamGroup, keep_whole: Callable[[Any], str]) -> str:
     """Returns the reason why the gradients of these weights cannot be deferred, or ""."""
     for start in group.starts:
         if isinstance(start, BackwardCFunction):
@@ -135,9 +136,9 @@ def _why_whole(group: ParamGroup, whole: Callable[[Any], str]) -> str:
             return f"a hook on the result of {fork.name()} may run once only: remove it"
     if len(group.forks) + group.from_roots > 1:
         return "used more than once in a visit: use them once, or on another visit"
-    if any(hasattr(leaf.variable, _AT_ONCE) for leaf in group.leaves):
+    if any(hasattr(leaf.variable, _UNSPLIT) for leaf in group.leaves):
         return "gathered for one backward: keep them gathered (stage 1 or 2 of sharded state)"
-    return next(filter(None, map(whole, [*group.forks, *group.nodes])), "")
+    return next(filter(None, map(keep_whole, [*group.forks, *group.nodes])), "")
 
 
 @cache

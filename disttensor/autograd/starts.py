@@ -2,7 +2,7 @@
 DistTensors as regular tensors (``to_local``), which may become roots.
 
 Autograd counts the nodes of each thread separately. One thread makes a whole graph. Threads that
-run the forwards of micro-batches have their own count (``own_count``); all others share one.
+run the forwards of micro-batches have their own count (``number_own_nodes``); all others share one.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ _counts = counting(1)
 _graph_of = [0]
 
 
-def own_count() -> None:
+def number_own_nodes() -> None:
     """Gives this thread its own count."""
     _thread.count = next(_counts)
 
 
 def node_count() -> int:
     """Returns the count that numbers the nodes of this thread."""
-    found: int = getattr(_thread, "count", 0)
-    return found
+    return getattr(_thread, "count", 0)
 
 
 def graph_count() -> int:
@@ -42,7 +41,7 @@ def graph_count() -> int:
 
 
 @contextmanager
-def graph_of(count: int) -> Iterator[None]:
+def count_of_graphs(count: int) -> Iterator[None]:
     """Sets the count of the graphs of backwards in its block."""
     _graph_of.append(count)
     try:
@@ -51,7 +50,7 @@ def graph_of(count: int) -> Iterator[None]:
         _graph_of.pop()
 
 
-def may_start(x: torch.Tensor) -> torch.Tensor:
+def mark_start(x: torch.Tensor) -> torch.Tensor:
     """Marks ``x`` as a place where autograd may start, or enter the graph of DistTensors."""
     node: Any = x.grad_fn if callbacks.before_start else None
     if node is not None and _KEY not in node.metadata:

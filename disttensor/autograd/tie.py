@@ -9,7 +9,7 @@ import torch
 from disttensor.autograd.graph import node_of, nodes_of
 
 
-class Tie(torch.autograd.Function):
+class TieOutputs(torch.autograd.Function):
     """Returns the results unchanged. Backward: if one has a gradient, all have one, and ``more``
     get zeros."""
 
@@ -24,7 +24,7 @@ class Tie(torch.autograd.Function):
         return None, *grads, *zeros
 
 
-def tied(pieces: list[Any], given: list[torch.Tensor]) -> list[Any]:
+def tie_outputs(pieces: list[Any], given: list[torch.Tensor]) -> list[Any]:
     """Ties results to all inputs, so that backward visits the same inputs on every rank, even if a
     rank's fn did not use one: the communication for gradients must not depend on data. Unused
     inputs receive zeros."""
@@ -41,7 +41,7 @@ def tied(pieces: list[Any], given: list[torch.Tensor]) -> list[Any]:
     unused = [x for x, node in zip(wanting, nodes, strict=True) if node not in found]
     if not unused and len(places) == 1:
         return pieces
-    made = Tie.apply(len(places), *[pieces[i] for i in places], *unused)
+    made = TieOutputs.apply(len(places), *[pieces[i] for i in places], *unused)
     for i, p in zip(places, made, strict=True):
         pieces[i] = p
     return pieces

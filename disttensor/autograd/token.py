@@ -29,11 +29,11 @@ _LAST = (1 << 63) - 1  # number of a node: above all that autograd gives
 _used: list[torch.device] = []
 # Counts changes of tensors that guards do not see: a new token, local, spec or flag, or a tensor
 # that modules show in place of their own.
-replaced = [0]
+replacements = [0]
 
 
 @lru_cache(maxsize=64)
-def detached(device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+def no_grad_token(device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     with outside_modes():
         return torch.empty(0, dtype=dtype, device=device)
 
@@ -44,7 +44,7 @@ def leaf(device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def orphan(device: torch.device) -> Tensor:
+def no_source_token(device: torch.device) -> Tensor:
     with outside_modes(), torch.enable_grad():
         root = torch.empty(0, dtype=torch.float32, device=device, requires_grad=True)
         shared = root.view_as(root)
@@ -56,7 +56,7 @@ def orphan(device: torch.device) -> Tensor:
 def join(tokens: Iterable[Tensor], device: torch.device) -> Tensor:
     """Returns the token of a result that depends on these. Costs nothing if at most one is a
     transfer token."""
-    shared = orphan(device)
+    shared = no_source_token(device)
     transfer: Tensor | None = None
     needed = False
     for t in tokens:
@@ -66,7 +66,7 @@ def join(tokens: Iterable[Tensor], device: torch.device) -> Tensor:
         if t is not transfer and t is not shared and t.grad_fn is not None:
             transfer = t if transfer is None else torch.cat((transfer, t))
     if not needed or not torch.is_grad_enabled():
-        return detached(device)
+        return no_grad_token(device)
     return shared if transfer is None else transfer
 
 

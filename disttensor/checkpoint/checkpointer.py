@@ -22,7 +22,7 @@ from disttensor.comm import compare_programs, objects
 from disttensor.comm.collectives import world
 from disttensor.comm.groups import Group, new_group
 from disttensor.errors import MismatchError
-from disttensor.progress import Advance, bar, silent
+from disttensor.progress import Advance, bar, show_nothing
 from disttensor.random import counter
 from disttensor.tensor.dist_tensor import DistTensor
 
@@ -219,7 +219,7 @@ class Checkpointer:
         except Exception as error:
             self._error = error
 
-    def _write(self, what: str, job: _Job, group: Group, advance: Advance = silent) -> None:
+    def _write(self, what: str, job: _Job, group: Group, advance: Advance = show_nothing) -> None:
         writer = _storage().Writer(job.path, advance)
 
         def write() -> tuple[Any, Sums]:
@@ -255,10 +255,10 @@ def _storage() -> Any:
     return import_module("disttensor.checkpoint.storage")
 
 
-def _group(lane: str = "") -> Group:
+def _group(purpose: str = "") -> Group:
     """Returns a group of all ranks with its own communicator, because the program may continue in
     another thread. The background writer has a separate one."""
-    return new_group(range(world()[1]), ("world",), f"checkpoint{lane}")
+    return new_group(range(world()[1]), ("world",), f"checkpoint{purpose}")
 
 
 def _on_all_ranks(what: str, group: Group, run: Callable[[], T]) -> T:

@@ -149,7 +149,7 @@ def _make(folder: Path, files: list[Any]) -> None:
 def _by_rows(spec: DistSpec) -> DistSpec:
     """Returns ``spec`` with dim 0 split by all axes of the mesh: contiguous rows."""
     axes = range(spec.mesh.ndim)
-    kept = tuple(a for a in spec.layout.dims[0] if a not in {b for b, _ in spec.layout.own})
+    kept = tuple(a for a in spec.layout.dims[0] if a not in {b for b, _ in spec.layout.custom})
     rest = tuple(a for a in axes if a not in kept)
     return spec.with_layout(Layout(((*kept, *rest), *((),) * (spec.ndim - 1))))
 

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from disttensor.api.create import empty, shard_tensor
 from disttensor.nn.names import close_to
 from disttensor.pytree import Path, map_paths
-from disttensor.tensor.checkpointable import settled
+from disttensor.tensor.checkpointable import spec_of_boxes
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.reshard import resharded
 from disttensor.torch_private import outside_modes
@@ -103,7 +103,7 @@ def _split(value: Any, name: str, tensors: Tensors, small: int = _SMALL) -> Any:
             return copy.copy(x) if isinstance(x, (set, bytearray)) else x
         if isinstance(x, DistTensor):
             with torch.no_grad():  # a pending value is reduced
-                x = resharded(x.detach(), settled(x.spec))
+                x = resharded(x.detach(), spec_of_boxes(x.spec))
         elif x.numel() <= small:
             return x.detach().cpu().clone()
         tensors[_joined(name, path)] = x.detach()
@@ -123,8 +123,8 @@ def _meta(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 def _fill(value: Any, name: str, tensors: Tensors, target: Target) -> Any:
-    """The inverse: replaces each tensor by the result of ``target``, which will be read if the
-    tensor is a meta tensor."""
+    """Replaces each tensor by the result of ``target``, which will be read if the tensor is a meta
+    tensor. The inverse of ``collect``."""
 
     def leaf(x: Any, path: Path) -> Any:
         if not isinstance(x, Tensor):
@@ -283,7 +283,7 @@ def _state_like(p: Tensor, now: Mapping[str, Any]) -> Target:
         old = now.get(name.rpartition(".")[2])
         if saved.is_meta and type(old) is type(p) and old.shape == saved.shape:
             fits = old.dtype is saved.dtype and not old.requires_grad
-            if fits and (not isinstance(old, DistTensor) or settled(old.spec) is old.spec):
+            if fits and (not isinstance(old, DistTensor) or spec_of_boxes(old.spec) is old.spec):
                 return old
         alike = saved.shape == p.shape and not name.endswith(".step")
         if not isinstance(p, DistTensor) or (saved.numel() <= 1 and not alike):

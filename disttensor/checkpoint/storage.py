@@ -148,8 +148,8 @@ class Reader(FileSystemReader):
         return self.storage_data[item.storage_index]
 
     def _saved(self, item: ReadItem, memory: mmap.mmap) -> torch.Tensor:
-        """The tensor in the file itself, where ``torch.save`` has put its bytes: as one entry of a
-        zip archive, not compressed."""
+        """Returns the tensor in the file itself, where ``torch.save`` has put its bytes: an entry
+        of a zip archive, not compressed."""
         index, info = item.storage_index, self._info(item)
         dtype, shape = self.pieces[index.fqn, index.offset]
         if not shape.numel():

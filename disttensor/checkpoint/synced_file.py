@@ -8,7 +8,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from disttensor.progress import Advance, silent
+from disttensor.progress import Advance, show_nothing
 
 Sums = dict[str, tuple[int, int]]  # name of a file -> (bytes, CRC-32)
 _CHUNK = 1 << 20
@@ -18,7 +18,9 @@ class SyncedFile(io.RawIOBase):
     """A new file. Its content is on the disk when ``close`` returns, which adds its sum to
     ``sums``. ``advance`` is called with the bytes of each write."""
 
-    def __init__(self, path: str | os.PathLike[str], sums: Sums, advance: Advance = silent) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], sums: Sums, advance: Advance = show_nothing
+    ) -> None:
         self.path, self.sums, self.advance = Path(path), sums, advance
         self.size = self.crc = 0
         self.file = open(path, "wb", buffering=0)  # noqa: SIM115
@@ -52,7 +54,7 @@ class SyncedFile(io.RawIOBase):
         super().close()
 
 
-def sum_of(path: Path, advance: Advance = silent) -> tuple[int, int]:
+def sum_of(path: Path, advance: Advance = show_nothing) -> tuple[int, int]:
     """Returns (bytes, CRC-32) of a file."""
     crc = size = 0
     with open(path, "rb", buffering=0) as file:

@@ -91,8 +91,7 @@ def kept() -> Buffers:
     now = current_runtime()
     if now.buffers is None:
         now.buffers = Buffers()
-    found: Buffers = now.buffers
-    return found
+    return now.buffers
 
 
 def empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -5,7 +5,7 @@ order of ``Group.ranks``), whatever order the backend uses. Groups of one rank r
 call can be recorded (``record_comms``) and, in debug mode, is first compared between ranks.
 
 With ``async_op`` a collective returns a Work, whose ``wait`` returns the result. Start asynchronous
-collectives on a group with its own lane (see ``new_group``), in the same order on all members.
+collectives on a group of their own purpose (see ``new_group``), in the same order on all members.
 """
 
 from __future__ import annotations
@@ -158,11 +158,11 @@ def all_reduce(
     seen = observers or compare_programs.enabled
     if op == "sum" and x.dtype in wire.SUMMED and n > 1 and not (inplace or async_op or seen):
         return _sum(x, group)
-    x = wire.in_place("all_reduce", x, op) if inplace else x
+    x = wire.check_memory("all_reduce", x, op) if inplace else x
     if n == 1:
         return _alone(x.detach(), async_op)
-    buffer, decode = (x, None) if inplace else wire.encoded(x, op)
-    native, before, after = wire.scaled(op, buffer, group)
+    buffer, decode = (x, None) if inplace else wire.encode(x, op)
+    native, before, after = wire.scale_factors(op, buffer, group)
     if not inplace and (decode is None or x.dtype.is_complex):  # not a copy yet
         buffer = buffer.clone() if before == 1 else buffer * before
     elif before != 1:
@@ -211,7 +211,7 @@ def all_gather(
     All members have the same shape."""
     n = group.size
     if out is not None:
-        x, out = wire.in_place("all_gather", x), wire.in_place("all_gather", out)
+        x, out = wire.check_memory("all_gather", x), wire.check_memory("all_gather", out)
         wire.check_sizes("all_gather", x, out, n)
     x = wire.dense(x)
     shape = (n, *x.shape) if shape is None else shape
@@ -226,7 +226,7 @@ def all_gather(
             rows.copy_(group.to_members(rows))
         return whole
 
-    one, all_ = wire.matching(wire.sendable(x), wire.sendable(whole))
+    one, all_ = wire.match_shapes(wire.sendable(x), wire.sendable(whole))
     args = group.pg, all_, one, _options("AllgatherOptions", async_op)
     go: Any = partial(start, into=whole) if async_op else run
     return go("all_gather", group, x, n - 1, all_gather_single, args, finish)
@@ -253,14 +253,14 @@ def reduce_scatter(
     """
     n = group.size
     if out is not None:
-        x, out = (wire.in_place("reduce_scatter", t, op) for t in (x, out))
+        x, out = (wire.check_memory("reduce_scatter", t, op) for t in (x, out))
         wire.check_sizes("reduce_scatter", out, x, n)
         shape = out.shape
     shape = x.shape[1:] if shape is None else shape
     if n == 1:
         part = x.detach().reshape(shape)
         return _alone(part if out is None else out.copy_(part), async_op)
-    buffer, decode = wire.encoded(x, op) if out is None else (x, None)
+    buffer, decode = wire.encode(x, op) if out is None else (x, None)
     if not group.in_rank_order:
         buffer = group.to_backend(buffer.reshape(n, -1))
     if out is None:
@@ -279,11 +279,11 @@ def reduce_scatter(
             return _decoded(total, decode, into)
 
     else:
-        native, before, after = wire.scaled(op, buffer, group)
+        native, before, after = wire.scale_factors(op, buffer, group)
         if before != 1:
             buffer = buffer * before
         fn, options = reduce_scatter_single, _options("ReduceScatterOptions", async_op, native)
-        args = group.pg, *wire.matching(total, buffer), options
+        args = group.pg, *wire.match_shapes(total, buffer), options
         finish = partial(_decoded, total, decode, into, after)
     go: Any = partial(start, into=into) if async_op else run
     return go("reduce_scatter", group, buffer, share, fn, args, finish, op)
@@ -339,8 +339,7 @@ def all_to_all_rows(
             return out
         return torch.cat(group.to_members(out.split(list(received))))
 
-    result: Tensor = _exchange(x, sent, out, received, share, group, finish)
-    return result
+    return _exchange(x, sent, out, received, share, group, finish)
 
 
 @overload

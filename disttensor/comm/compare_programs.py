@@ -31,7 +31,7 @@ from disttensor.cache import cached, call_when_cleared
 from disttensor.checks import check_positive
 from disttensor.comm import failure_watch
 from disttensor.comm.process_group import read_key, world_store
-from disttensor.errors import MismatchError, Place, said, user_line, user_place
+from disttensor.errors import MismatchError, Place, show_place, user_line, user_place
 from disttensor.runtime import current_runtime
 from disttensor.torch_private import next_node
 
@@ -39,7 +39,7 @@ _KEPT = 1 << 16  # most calls that are kept between two steps
 _PATIENCE = 5.0  # seconds for the other ranks to post their calls
 
 
-class Call:
+class CallSignature:
     """A kind of call on a mesh (None: no other rank to compare with). ``words``: a description, the
     same text on all ranks. ``effect``: 0 for a call that only returns a result, 1 for a write, 2
     for a start or an end. ``draws``: the entry records the random numbers that another call
@@ -60,7 +60,7 @@ class Call:
         self._mark = 0
 
     @property
-    def call(self) -> Call:
+    def call(self) -> CallSignature:
         return self
 
     @property
@@ -119,7 +119,7 @@ def record_draw(mesh: Any, seed: int, call: int) -> None:
     """Records a random call on ``mesh``, which draws the same numbers on all ranks."""
     if _is_compared(mesh):
         words = f"random numbers of seed {seed}, call {call}"
-        record_call(Call(lambda: words, mesh, 1, "a random call", draws=True))
+        record_call(CallSignature(lambda: words, mesh, 1, "a random call", draws=True))
 
 
 def _is_compared(mesh: Any) -> bool:
@@ -127,18 +127,18 @@ def _is_compared(mesh: Any) -> bool:
 
 
 @cached(4096)
-def _entry(what: str, spec: Any, place: Place) -> Call:
+def _entry(what: str, spec: Any, place: Place) -> CallSignature:
     """Returns the Call of a line that does this; cached."""
-    return Call(lambda: f"{what} {spec!r}", spec.mesh, 2, said(place))
+    return CallSignature(lambda: f"{what} {spec!r}", spec.mesh, 2, show_place(place))
 
 
-def recorded_calls() -> list[Call]:
+def recorded_calls() -> list[CallSignature]:
     """Returns the calls since the last step that other ranks record too. Draws come last, because a
     replay records its calls before it makes them."""
     return sorted((n.call for n in CALLS if n.call.mesh is not None), key=lambda call: call.draws)
 
 
-def fingerprint(calls: Sequence[Call], nodes: int, least: int = 1) -> CallFingerprint:
+def fingerprint(calls: Sequence[CallSignature], nodes: int, least: int = 1) -> CallFingerprint:
     """Returns the fingerprint of ``calls``. ``least``: the smallest effect that counts as one."""
     # a hash of ints is the same in all processes
     effects = hash(tuple([c.mark for c in calls if c.effect >= least]))
@@ -153,7 +153,7 @@ class ProgramStep(NamedTuple):
 
     number: int
     place: str
-    calls: dict[Any, list[Call]]
+    calls: dict[Any, list[CallSignature]]
 
 
 class ProgramSteps:
@@ -310,7 +310,7 @@ class compare_ranks:
 def compare_collective(group: Any, description: str) -> None:
     """Raises MismatchError if the members of ``group`` do not start the same collective next."""
     store, axes, ranks = world_store(), "+".join(group.axes), list(group.ranks)
-    of_group = f"calls/{'-'.join(map(str, ranks))}/{axes}/{group.lane}"
+    of_group = f"calls/{'-'.join(map(str, ranks))}/{axes}/{group.purpose}"
     counts, rank = current_runtime().calls, ranks[group.index]
     number, counts[of_group] = counts[of_group], counts[of_group] + 1
     mine = f"{description} at {user_line()}"

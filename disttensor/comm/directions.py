@@ -22,12 +22,12 @@ from disttensor.comm.process_group import is_nccl, world
 from disttensor.runtime import current_runtime
 
 
-def needed(device: torch.device) -> bool:
+def needs_directions(device: torch.device) -> bool:
     """Returns True if messages on ``device`` use NCCL. CPU tensors use gloo, which has tags."""
     return device.type != "cpu" and is_nccl()
 
 
-def meet(peers: Iterable[int]) -> None:
+def create_directions(peers: Iterable[int]) -> None:
     """Creates the groups of this rank and each of ``peers``, which make this call too."""
     me, known = world()[0], current_runtime().groups
     for pair in sorted({(min(me, peer), max(me, peer)) for peer in peers if peer != me}):

@@ -6,9 +6,9 @@ first failing rank posts its error to the store of the process group. A killed r
 the first rank that misses it posts its number. If all ranks live, each reports the line that its
 program has reached.
 
-A thread beside the program posts to the store that this rank lives, reads the posts of other ranks,
-and answers for a program that waits. It has its own connection to the store, used once a second and
-for posts of the program. The program never waits for a heartbeat, so a slow rank raises no alarm.
+A watcher thread posts to the store that this rank lives, reads the posts of other ranks, and
+answers for a program that waits. It has its own connection to the store, used once a second and for
+posts of the program. The program never waits for a heartbeat, so a slow rank raises no alarm.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class Group:
     index: int
     axes: tuple[str, ...]
     pg: Any
-    lane: str = ""  # see new_group
+    purpose: str = ""  # see new_group
     order: tuple[int, ...] = ()  # order[i]: the backend's number of member i
     in_rank_order: bool = True  # the backend numbers members by rank; True: this is the mesh order
 
@@ -67,20 +67,20 @@ def _picked(rows: Any, order: Sequence[int]) -> Any:
     return rows[list(order)] if isinstance(rows, torch.Tensor) else [rows[i] for i in order]
 
 
-def new_group(ranks: Sequence[int], axes: Sequence[str], lane: str = "") -> Group:
+def new_group(ranks: Sequence[int], axes: Sequence[str], purpose: str = "") -> Group:
     """Returns the group of ``ranks``, which include this rank. Cached; collective for its members.
 
-    Each ``lane`` has its own communicator over the same ranks. Collectives of two lanes are not
-    ordered among each other, so background collectives never come between the collectives that the
-    program waits for. Raises CommError, naming the ranks, if they do not all arrive.
+    Each ``purpose`` has its own communicator over the same ranks. Collectives of two purposes are
+    not ordered among each other, so background collectives never come between the collectives that
+    the program waits for. Raises CommError, naming the ranks, if they do not all arrive.
     """
     ranks, axes = tuple(ranks), tuple(axes)
     if len(ranks) == 1:
-        return Group(ranks, 0, axes, None, lane)
+        return Group(ranks, 0, axes, None, purpose)
     index, members = ranks.index(world()[0]), tuple(sorted(ranks))
-    if compare_programs.enabled and (members, lane) not in current_runtime().groups:
-        compare_programs.compare_collective(Group(ranks, index, axes, None, lane), "new_group")
-    return Group(ranks, index, axes, process_group(members, axes, lane), lane)
+    if compare_programs.enabled and (members, purpose) not in current_runtime().groups:
+        compare_programs.compare_collective(Group(ranks, index, axes, None, purpose), "new_group")
+    return Group(ranks, index, axes, process_group(members, axes, purpose), purpose)
 
 
 def world_group() -> Group:
@@ -89,7 +89,7 @@ def world_group() -> Group:
 
 
 def process_group(
-    members: tuple[int, ...], axes: Sequence[str], lane: str = "", timeout: float | None = None
+    members: tuple[int, ...], axes: Sequence[str], purpose: str = "", timeout: float | None = None
 ) -> Any:
     """Returns torch's process group of the sorted ``members``, created once; also for one rank,
     which only callers outside this package need. The default group is never returned: the user's
@@ -98,12 +98,12 @@ def process_group(
     ``timeout``: seconds to wait for the others during creation; None: as long as for a collective.
     """
     now = current_runtime()
-    key = (members, lane)
+    key = (members, purpose)
     if key not in now.groups:
         failure_watch.watch()
         _linger()
         try:
-            now.groups[key] = _new_process_group(members, lane, timeout)
+            now.groups[key] = _new_process_group(members, purpose, timeout)
         except Exception as error:
             raise failure_watch.comm_error(
                 f"creating the process group of mesh axes {'+'.join(axes)} failed on rank "
@@ -112,11 +112,11 @@ def process_group(
     return now.groups[key]
 
 
-def _new_process_group(members: tuple[int, ...], lane: str, timeout: float | None) -> Any:
+def _new_process_group(members: tuple[int, ...], purpose: str, timeout: float | None) -> Any:
     """Creates a group with its members only, under a name that follows from facts known to all of
     them. torch's default name contains the number of groups that a rank already has: ranks of
     different meshes would disagree about the name, and wait for each other until the time limit."""
-    digest = hashlib.sha256(repr((members, lane, attempt())).encode()).hexdigest()[:32]
+    digest = hashlib.sha256(repr((members, purpose, attempt())).encode()).hexdigest()[:32]
     limit = None if timeout is None else timedelta(seconds=timeout)
     usual = timeout_of(current_runtime().default)  # torch gives each group 30 minutes
     _arrive(members, digest, limit or usual)

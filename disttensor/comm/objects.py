@@ -43,13 +43,13 @@ def _nothing(*_: Any) -> None:
     """Stands for a collective of a fake process group."""
 
 
-def exchanged(numbers: Tensor, mine: Sequence[float]) -> list[float]:
+def received_numbers(numbers: Tensor, mine: Sequence[float]) -> list[float]:
     """Returns exchanged numbers as a list. In a fake process group, where nothing is received,
     these are ``mine``, the numbers of this rank."""
     return list(mine) if is_fake() else numbers.tolist()
 
 
-def others(ranks: Sequence[int]) -> list[int]:
+def other_ranks(ranks: Sequence[int]) -> list[int]:
     """Returns the ranks of the world that are not among ``ranks``."""
     inside = set(ranks)
     return [r for r in range(world()[1]) if r not in inside]
@@ -58,7 +58,7 @@ def others(ranks: Sequence[int]) -> list[int]:
 def send_object(value: Any, ranks: Sequence[int], device: torch.device) -> None:
     """Sends a picklable value to every other rank of the world, which calls ``recv_object``. All
     ``ranks`` call this with the same value."""
-    rest = others(ranks)
+    rest = other_ranks(ranks)
     if not rest:
         return
     tag = p2p.next_tag()
@@ -107,7 +107,7 @@ def broadcast_value(
     dtype: torch.dtype,
 ) -> Tensor:
     """Returns the regular tensor ``value`` of ``ranks`` on every rank; other ranks pass None."""
-    rest = others(ranks)
+    rest = other_ranks(ranks)
     if not rest:
         assert value is not None
         return value

@@ -101,7 +101,7 @@ def retire_channels(count: int) -> None:
     current_runtime().retired += min(count, CHANNELS - 1)
 
 
-def moved_tag(tag: int, before: tuple[int, int], after: tuple[int, int]) -> int:
+def tag_in_channel(tag: int, before: tuple[int, int], after: tuple[int, int]) -> int:
     """Returns the tag of the same transfer in another channel. ``before`` and ``after``: a channel,
     and its number of transfers when the program began. A tag of a third channel is returned
     unchanged."""
@@ -119,9 +119,9 @@ _abandons: ContextVar[bool] = ContextVar("abandons", default=False)
 
 
 @contextlib.contextmanager
-def abandoning() -> Iterator[None]:
-    """Within the block, a ReceiveWork that is destroyed is not waited for: its sender has failed,
-    so the message may never arrive. Its buffer is kept until the process group is destroyed."""
+def abandon_receives() -> Iterator[None]:
+    """Lets no destroyed ReceiveWork wait within the block: its sender has failed, so the message
+    may never arrive. Its buffer is kept until the process group is destroyed."""
     token = _abandons.set(True)
     try:
         yield
@@ -219,7 +219,7 @@ def transfer(
 
 
 def _has_tags(device: torch.device) -> bool:
-    if is_fake() or directions.needed(device):
+    if is_fake() or directions.needs_directions(device):
         return False
     return device.type == "cpu" or backend_name(current_runtime().default, device) == "gloo"
 
@@ -274,7 +274,7 @@ def _send(now: Runtime, sends: Sequence[tuple[int, Tensor]], tag: int, label: ob
 # Over other backends and a fake group ------------------------------------------------------------
 
 
-def copied(x: Tensor) -> Tensor:
+def dense_copy(x: Tensor) -> Tensor:
     return dense(x.detach().clone(memory_format=torch.contiguous_format))
 
 
@@ -289,12 +289,12 @@ def _post_batches(
     """Posts the messages of a transfer in one batch per communicator: posted separately, two ranks
     could wait for each other."""
     me, default = world()[0], current_runtime().default
-    group = directions.group if directions.needed(device) else lambda *_: default
-    if directions.needed(device):
-        directions.meet([rank for rank, _ in (*sends, *receives)])
+    group = directions.group if directions.needs_directions(device) else lambda *_: default
+    if directions.needs_directions(device):
+        directions.create_directions([rank for rank, _ in (*sends, *receives)])
     outs = [torch.empty(shape, dtype=dtype, device=device) for _, shape in receives]
     given = {id(x): x for _, x in sends}  # one copy for all receivers
-    copies = {key: copied(x) for key, x in given.items()}
+    copies = {key: dense_copy(x) for key, x in given.items()}
     posts: list[tuple[Any, Tensor, int, Any]] = [
         (dist.irecv, as_bytes(out), r, group(r, me))
         for (r, _), out in zip(receives, outs, strict=True)

@@ -22,7 +22,7 @@ from disttensor.torch_private import storage_users, tensor_users
 Tensor = torch.Tensor
 
 
-class Bucket:
+class GradBucket:
     """shapes   of the tensors
     sizes    elements reserved for each tensor, at least its own
     copied   indices of the tensors that get copies
@@ -33,9 +33,9 @@ class Bucket:
     ) -> None:
         self.shapes, self.sizes, self.dtype, self.device = shapes, sizes, dtype, like.device
         self.copied: set[int] = set()
-        self.move()
+        self.allocate()
 
-    def move(self) -> None:
+    def allocate(self) -> None:
         """Allocates new memory for all tensors."""
         self.flat = torch.zeros(sum(self.sizes), dtype=self.dtype, device=self.device)
         memory, at, of = self.flat.untyped_storage(), 0, self.dtype.itemsize
@@ -46,10 +46,10 @@ class Bucket:
             self.tensors.append(tensor.set_(memory[at * of : end * of], 0, shape))  # type: ignore[call-overload]
             at += size
 
-    def leave(self, seen: Iterable[int]) -> None:
+    def release(self, seen: Iterable[int]) -> None:
         """Leaves the memory to the holders of the tensors ``seen``, and moves to new memory."""
         self.copied.update(seen)
-        self.move()
+        self.allocate()
 
     def is_free(self, i: int) -> bool:
         """Returns True if only the bucket holds tensor i."""
@@ -59,16 +59,16 @@ class Bucket:
         return self.shapes == shapes and self.sizes == sizes and self.dtype is dtype
 
 
-class Place:
+class GradMemory:
     """Tensor ``index`` of ``bucket``; None: the tensor has no place, or none yet."""
 
     __slots__ = ("__weakref__", "bucket", "index")
 
     def __init__(self) -> None:
-        self.bucket: Bucket | None = None
+        self.bucket: GradBucket | None = None
         self.index = 0
 
-    def settle(self, leaf: Tensor) -> None:
+    def adopt_grad(self, leaf: Tensor) -> None:
         """Moves the new gradient of ``leaf`` into its place, which frees the gradient's own memory.
         Does nothing if another holder would see the write."""
         bucket, i, grad = self.bucket, self.index, leaf.grad
@@ -86,13 +86,13 @@ class Place:
             leaf.grad = place[i]
 
 
-def bucket_of(
-    places: Sequence[Place],
+def grad_bucket_of(
+    places: Sequence[GradMemory],
     shapes: Sequence[torch.Size],
     sizes: Sequence[int],
     like: Tensor,
     dtype: torch.dtype,
-) -> Bucket:
+) -> GradBucket:
     """Returns the bucket with the places of these tensors, in this order; a new bucket if they have
     other places. Tensors without a Place, at the end, have a place in this bucket only."""
     bucket = places[0].bucket
@@ -101,7 +101,7 @@ def bucket_of(
         or not bucket.fits(shapes, sizes, dtype)
         or any(place.bucket is not bucket or place.index != i for i, place in enumerate(places))
     ):
-        bucket = Bucket(shapes, sizes, like, dtype)
+        bucket = GradBucket(shapes, sizes, like, dtype)
         for i, place in enumerate(places):
             place.bucket, place.index = bucket, i
     return bucket

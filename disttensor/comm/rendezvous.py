@@ -19,19 +19,19 @@ from disttensor.torch_private import timeout_of
 
 class _Wanted(NamedTuple):
     members: tuple[int, ...]
-    lane: str
+    purpose: str
     axes: tuple[str, ...]
 
     def __str__(self) -> str:
-        lane = f" (lane {self.lane})" if self.lane else ""
-        return f"{'+'.join(self.axes)}{lane} of ranks {list(self.members)}"
+        purpose = f" (for {self.purpose})" if self.purpose else ""
+        return f"{'+'.join(self.axes)}{purpose} of ranks {list(self.members)}"
 
 
 def create_groups(
     groups: Iterable[tuple[Sequence[int], Sequence[str], str]], timeout: float | None = None
 ) -> None:
-    """Creates the process groups of all ``(ranks, axes, lane)``, in the same order on all ranks, so
-    that no two ranks wait for each other in different groups.
+    """Creates the process groups of all ``(ranks, axes, purpose)``, in the same order on all ranks,
+    so that no two ranks wait for each other in different groups.
 
     Every rank of the world calls this function with the same groups, including groups that it is
     not in. The call returns when all ranks have created their groups; ``new_group`` then finds
@@ -42,8 +42,8 @@ def create_groups(
     """
     rank, size = world()
     names: dict[tuple[tuple[int, ...], str], tuple[str, ...]] = {}
-    for ranks, axes, lane in groups:
-        key = tuple(sorted(ranks)), lane
+    for ranks, axes, purpose in groups:
+        key = tuple(sorted(ranks)), purpose
         different = len(set(ranks)) == len(ranks)
         if not different or (ranks and not 0 <= min(ranks) <= max(ranks) < size):
             raise ValueError(
@@ -55,8 +55,10 @@ def create_groups(
     if size == 1:
         return
     if is_fake():  # there are no other ranks
-        for (members, lane), axes in sorted(item for item in names.items() if rank in item[0][0]):
-            process_group(members, axes, lane)
+        for (members, purpose), axes in sorted(
+            item for item in names.items() if rank in item[0][0]
+        ):
+            process_group(members, axes, purpose)
         return
     wanted = [_Wanted(*key, axes) for key, axes in sorted(names.items())]
     now = current_runtime()
@@ -69,7 +71,7 @@ def create_groups(
         if rank in g.members:
             _wait(store, str(number), g.members, [g], timeout)
             try:
-                process_group(g.members, g.axes, g.lane, timeout)
+                process_group(g.members, g.axes, g.purpose, timeout)
             except CommError as error:
                 first = _post(store, f"rank {rank} could not make the group {g}")
                 raise CommError(f"create_groups: {first}. On rank {rank}: {error}") from error

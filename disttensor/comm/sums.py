@@ -15,7 +15,7 @@ import torch
 
 from disttensor.comm import collectives
 from disttensor.comm.groups import Group
-from disttensor.comm.places import FREE, LENT, Place, bucket_of, users
+from disttensor.comm.places import FREE, LENT, GradMemory, grad_bucket_of, users
 from disttensor.comm.wire import NATIVE
 from disttensor.comm.work import Work
 from disttensor.torch_private import dispatch_modes
@@ -36,9 +36,9 @@ class BucketSlot(NamedTuple):
     is_even: bool
 
 
-def sums(
+def start_sums(
     pieces: list[Tensor], slots: Sequence[BucketSlot], group: Group, dtype: torch.dtype, *,
-    places: Sequence[Place], held: int = 0, is_grad: bool = False,
+    places: Sequence[GradMemory], held: int = 0, is_grad: bool = False,
 ) -> list[Work[Any]]:  # fmt: skip
     """Starts to sum; ``pieces`` hold the sums when all returned Works have been waited for.
 
@@ -67,12 +67,12 @@ def sums(
 
 
 def _in_places(
-    pieces: list[Tensor], rest: list[int], slots: Sequence[BucketSlot], places: Sequence[Place],
-    alone: tuple[int, int, int], group: Group, dtype: torch.dtype,
+    pieces: list[Tensor], rest: list[int], slots: Sequence[BucketSlot],
+    places: Sequence[GradMemory], alone: tuple[int, int, int], group: Group, dtype: torch.dtype,
 ) -> Work[Any]:  # fmt: skip
     """Sums the pieces with the indices ``rest`` in the persistent buffer. ``alone``: the users of a
     piece that lies in its place, if no other code holds it."""
-    bucket = bucket_of(
+    bucket = grad_bucket_of(
         [places[i] for i in rest if i < len(places)], [pieces[i].shape for i in rest],
         [slots[i].numel for i in rest], pieces[rest[0]], dtype,
     )  # fmt: skip
@@ -85,7 +85,7 @@ def _in_places(
         elif users(pieces, i) != alone:
             seen.append(k)
     if seen:
-        bucket.leave(seen)
+        bucket.release(seen)
         away = list(range(len(rest)))
     if away:
         torch._foreach_copy_(

@@ -46,7 +46,7 @@ def sendable(x: Tensor) -> Tensor:
     return x if x.dtype in NATIVE else as_bytes(x)
 
 
-def matching(one: Tensor, all_: Tensor) -> tuple[Tensor, Tensor]:
+def match_shapes(one: Tensor, all_: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the same memory in shapes for gloo: ``all_`` joins pieces like ``one`` along dim
     0."""
     if one.ndim and one.ndim == all_.ndim and one.shape[1:] == all_.shape[1:]:
@@ -54,7 +54,7 @@ def matching(one: Tensor, all_: Tensor) -> tuple[Tensor, Tensor]:
     return one.view(-1), all_.view(-1)
 
 
-def in_place(kind: str, x: Tensor, op: str = "") -> Tensor:
+def check_memory(kind: str, x: Tensor, op: str = "") -> Tensor:
     """Returns x, detached. Raises if its memory cannot be sent (with ``op``: reduced) directly."""
     has_memory = x.is_contiguous() and not (x.is_conj() or x.is_neg() or x._is_zerotensor())
     if not has_memory or (op and x.dtype not in NATIVE):
@@ -82,7 +82,7 @@ def _check_average(x: Tensor, op: str) -> None:
         )
 
 
-def encoded(x: Tensor, op: str) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
+def encode(x: Tensor, op: str) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
     """Returns a dense tensor that every backend reduces, and its decoding function (or None)."""
     x, dtype = dense(x), x.dtype
     if op == "sum" and dtype in NATIVE:  # most often
@@ -121,7 +121,7 @@ def factors(op: str, n: int, dtype: torch.dtype) -> tuple[float, float]:
     return 2.0**-k, 2.0**k / n if op == "avg" else 2.0**k
 
 
-def scaled(op: str, wire: Tensor, group: Group) -> tuple[str, float, float]:
+def scale_factors(op: str, wire: Tensor, group: Group) -> tuple[str, float, float]:
     """Returns the backend's reduction for ``op``, and the factors before and after it."""
     if op == "avg" and wire.dtype != torch.float16:
         if backend_name(group.pg, wire.device) in AVERAGES:

@@ -29,8 +29,8 @@ class Layout:
     """``dims[d]``: the mesh axes that split dim d, major first; ``partial``: (axis, reduction),
     sorted.
 
-    ``own``: (axis, placement), sorted, for users' subclasses of our placements. Their axes are in
-    ``dims`` or ``partial`` like axes of the base type, so local shapes follow.
+    ``custom``: (axis, placement), sorted, for users' subclasses of our placements. Their axes are
+    in ``dims`` or ``partial`` like axes of the base type, so local shapes follow.
 
     >>> ops.Layout(dims=((0,), ()), partial=((1, "sum"),)).placements(mesh_ndim=2)
     (Shard(0), Partial('sum'))
@@ -38,7 +38,7 @@ class Layout:
 
     dims: tuple[Axes, ...]
     partial: tuple[tuple[int, str], ...] = ()
-    own: tuple[tuple[int, Placement], ...] = ()
+    custom: tuple[tuple[int, Placement], ...] = ()
 
     @property
     def sharded(self) -> frozenset[int]:
@@ -60,11 +60,11 @@ class Layout:
                 return d
         return None
 
-    def without_own(self) -> Layout:
+    def without_custom(self) -> Layout:
         """Returns the layout with the axes of users' own placements replicated."""
-        if not self.own:
+        if not self.custom:
             return self
-        mine = {axis for axis, _ in self.own}
+        mine = {axis for axis, _ in self.custom}
         dims = tuple([tuple([a for a in axes if a not in mine]) for axes in self.dims])
         return Layout(dims, tuple([entry for entry in self.partial if entry[0] not in mine]))
 
@@ -76,7 +76,7 @@ class Layout:
             in_order = tuple(sorted(axes)) == axes
             for i, axis in enumerate(axes):
                 out[axis] = Shard(d) if in_order else Shard(d, order=i)
-        for axis, p in self.own:
+        for axis, p in self.custom:
             out[axis] = p
         return tuple(out)
 
@@ -176,7 +176,7 @@ def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
     return start, min(start + step, size) - start
 
 
-def dealt(size: int, index: int, parts: int) -> Ranges:
+def balanced_ranges(size: int, index: int, parts: int) -> Ranges:
     """Returns the rows of piece ``index`` of ``Balanced``: as many as ``chunk`` has, half of them
     counted from the front and half from the back."""
     lengths = [chunk(size, parts, i)[1] for i in range(index + 1)]
@@ -234,7 +234,7 @@ def box_at(shape: Sequence[int], dims: Sequence[Axes], mesh_shape: Shape, coordi
     return Box(tuple(offsets), tuple(sizes))
 
 
-def lacking(
+def missing_numel(
     shape: Sequence[int], have: Sequence[Axes], want: Sequence[Axes], mesh_shape: Shape
 ) -> int:
     """Returns how many elements of its piece in ``want`` the first rank does not hold in ``have``.
@@ -242,7 +242,7 @@ def lacking(
     elements only if one list of axes is a prefix of the other."""
     kept = needed = 1
     for size, now, then in zip(shape, have, want, strict=True):
-        held, asked = first(size, now, mesh_shape), first(size, then, mesh_shape)
+        held, asked = largest_piece(size, now, mesh_shape), largest_piece(size, then, mesh_shape)
         if now[: len(then)] == then:
             kept *= held
             needed *= held * math.prod(mesh_shape[a] for a in now[len(then) :])
@@ -252,7 +252,7 @@ def lacking(
     return needed - kept
 
 
-def first(size: int, axes: Axes, mesh_shape: Shape) -> int:
+def largest_piece(size: int, axes: Axes, mesh_shape: Shape) -> int:
     """Returns the length of a dim on the first rank, which has the largest piece."""
     for a in axes:
         size = -(-size // mesh_shape[a])
@@ -274,7 +274,7 @@ def describe(shape: Sequence[int], dtype: object, layout: Layout, axis_names: Se
         f"{size}@{'+'.join(axis_names[a] for a in axes)}" if axes else str(size)
         for size, axes in zip(shape, layout.dims, strict=True)
     )
-    named = {a: f"P({op})" for a, op in layout.partial} | {a: repr(p) for a, p in layout.own}
+    named = {a: f"P({op})" for a, op in layout.partial} | {a: repr(p) for a, p in layout.custom}
     pending = ", ".join(f"{axis_names[a]}: {text}" for a, text in sorted(named.items()))
     return f"{_SHORT.get(name, name)}[{body}]" + (f" {{{pending}}}" if pending else "")
 

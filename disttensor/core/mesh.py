@@ -70,7 +70,7 @@ class ProcessMesh:
     specs: weakref.WeakValueDictionary[Any, Any]  # specs of tensors on it
     root_axes: tuple[int, ...]  # the axis of ``root`` for each axis
     _root: ProcessMesh | None  # None: the mesh itself
-    _groups: dict[tuple[Any, ...], Group]  # by axes, or by (axes, lane)
+    _groups: dict[tuple[Any, ...], Group]  # by axes, or by (axes, purpose)
 
     def __new__(
         cls, mesh: Any, dim_names: Sequence[str] | None = None, device_type: str | None = None
@@ -168,16 +168,16 @@ class ProcessMesh:
         array = self.mesh
         return tuple(int(array[c]) for c in self.members(axes, self.coordinate))
 
-    def group(self, axes: Sequence[int], lane: str = "") -> Group:
+    def group(self, axes: Sequence[int], purpose: str = "") -> Group:
         """Returns this rank's communicator over ``axes`` together (major first), a separate one for
-        each ``lane``."""
+        each ``purpose``."""
         axes = tuple(axes)
-        key = (axes, lane) if lane else axes
+        key = (axes, purpose) if purpose else axes
         group = self._groups.get(key)
         if group is None:
             ranks = self._ranks_over(axes, " and cannot communicate over it")
             names = [self.dim_names[a] for a in axes]
-            group = self._groups[key] = new_group(ranks, names, lane)
+            group = self._groups[key] = new_group(ranks, names, purpose)
         return group
 
     def __getitem__(self, index: Any) -> ProcessMesh:

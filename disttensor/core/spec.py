@@ -165,7 +165,9 @@ class DistSpec:
             layout = Layout(
                 tuple(tuple(axes[a] for a in of_dim) for of_dim in self.layout.dims),
                 tuple(sorted((axes[a], op) for a, op in self.layout.partial)),
-                tuple(sorted([(axes[a], p) for a, p in self.layout.own], key=lambda pair: pair[0])),
+                tuple(
+                    sorted([(axes[a], p) for a, p in self.layout.custom], key=lambda pair: pair[0])
+                ),
             )
             self._derived[mesh] = DistSpec(mesh, layout, self.shape, self.dtype)
         return self._derived[mesh]
@@ -226,7 +228,7 @@ def layout_from(
     return layout_from_mapping(mapping, partial_status, mesh.ndim)
 
 
-def checked(spec: DistSpec) -> DistSpec:
+def check_spec(spec: DistSpec) -> DistSpec:
     """Returns ``spec``. Raises ValueError if its pending reduction is invalid for its dtype."""
     for a, op in spec.layout.partial:
         meaningless = (op in ("sum", "avg", "prod") and spec.dtype == torch.bool) or (
@@ -253,4 +255,4 @@ def spec_of(
     """Returns a spec from either of the two notations of a layout. Raises ValueError for a pending
     reduction that is invalid for the dtype."""
     layout = layout_from(mesh, len(shape), placements, dims_mapping, partial_status)
-    return checked(DistSpec(mesh, layout, shape, dtype))
+    return check_spec(DistSpec(mesh, layout, shape, dtype))

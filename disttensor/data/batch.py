@@ -134,7 +134,7 @@ def _name(path: Path) -> str:
 
 
 @dataclass(frozen=True)
-class Form:
+class BatchFormat:
     """Collects the tensors of a batch with ``rows`` rows, and keeps metadata for all ranks."""
 
     places: dict[Any, Places]
@@ -189,7 +189,7 @@ class Placed:
                 f"shard_loader: {_name(path)} of shape {list(shape)}: {error}"
             ) from None
         if mesh.coordinate is None:
-            return execute.stand_in(spec)
+            return execute.off_mesh_leaf(spec)
         if x.summand:
             local = self.tensors.get(path)
             if local is None:  # no sample came to this rank
@@ -209,7 +209,7 @@ class Placed:
         return wrap(moved.contiguous(), spec)
 
 
-def agreed(number: int, indices: tuple[int, int], form: Any, error: Exception | None) -> Any:
+def agree(number: int, indices: tuple[int, int], form: Any, error: Exception | None) -> Any:
     """Exchanges the facts of a batch between all ranks, and returns them. Raises an error on all
     ranks if they differ."""
     group = collectives.world_group()

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from disttensor.core.layout import Box
-from disttensor.data.batch import Form, Placed, Places, agreed, entries, rows_of
+from disttensor.data.batch import BatchFormat, Placed, Places, agree, entries, rows_of
 from disttensor.pytree import Path, map_paths
 
 Tensor = torch.Tensor
@@ -141,10 +141,10 @@ class _Epoch(Iterator[Any]):
         self.number += 1
         try:
             if first < stop and error is None:
-                found = map_paths(value, Form(of.places, tensors, stop - first))
+                found = map_paths(value, BatchFormat(of.places, tensors, stop - first))
         except Exception as caught:
             error = caught
-        form = agreed(self.number - 1, (count, digest), found, error)
+        form = agree(self.number - 1, (count, digest), found, error)
         if not count:
             self.ended, of.samples, of.began = True, 0, None
             raise StopIteration

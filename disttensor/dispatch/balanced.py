@@ -19,26 +19,26 @@ from ops.factors import Factors, Letter
 from ops.propagation import Decision
 
 
-def bare(layout: Layout) -> Layout:
+def without_balanced(layout: Layout) -> Layout:
     """Returns the layout with contiguous rows."""
-    return replace(layout, own=()) if layout.own else layout
+    return replace(layout, custom=()) if layout.custom else layout
 
 
 def is_known(layout: Layout) -> bool:
     """Returns True if each custom placement of the layout is ``Balanced``."""
-    return all(type(p) is Balanced for _, p in layout.own)
+    return all(type(p) is Balanced for _, p in layout.custom)
 
 
-def keep(
+def keep_balanced(
     f: Factors, decision: Decision, layouts: Sequence[Layout], writes: bool
 ) -> Decision | None:
     """Returns the decision with ``Balanced`` rows where they are allowed; None if a written tensor
     (``writes``: the targets) could not keep its placement. ``layouts``: of the arguments."""
     kept = dict(_kept(f, decision, layouts))
-    firm = {*(f.targets if writes else ()), *f.written}
+    firm = {*(f.targets if writes else ()), *f.side_writes}
     for t in firm:
         for a in [a for a, letter in kept.items() if letter in f.inputs[t]]:
-            if (a, Balanced(f.inputs[t].index(kept[a]))) not in layouts[t].own:
+            if (a, Balanced(f.inputs[t].index(kept[a]))) not in layouts[t].custom:
                 del kept[a]
     inputs = [
         layouts[t] if t in f.metadata_only else _dealt(want, f.inputs[t], kept)
@@ -60,7 +60,10 @@ def _kept(
     """Yields each axis with ``Balanced`` rows that all may keep, and the letter that it splits."""
     pairs = zip(f.inputs, layouts, strict=True)
     dealing = {
-        (a, dims[p.dim]) for dims, layout in pairs for a, p in layout.own if isinstance(p, Balanced)
+        (a, dims[p.dim])
+        for dims, layout in pairs
+        for a, p in layout.custom
+        if isinstance(p, Balanced)
     }
     merged = {
         x for dims in (*f.inputs, *f.outputs) for d in dims if isinstance(d, tuple) for x in d
@@ -76,4 +79,4 @@ def _kept(
 
 def _dealt(layout: Layout, dims: tuple[Any, ...], kept: dict[int, Letter]) -> Layout:
     own = sorted((a, dims.index(x)) for a, x in kept.items() if x in dims)
-    return replace(layout, own=tuple((a, Balanced(d)) for a, d in own)) if own else layout
+    return replace(layout, custom=tuple((a, Balanced(d)) for a, d in own)) if own else layout

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from disttensor.comm.compare_programs import Call
+from disttensor.comm.compare_programs import CallSignature
 from disttensor.core.layout import Axes
 from disttensor.core.mesh import ProcessMesh
 from disttensor.core.spec import DistSpec
@@ -66,7 +66,7 @@ class CallPlan:
     input_specs       for each the spec that it is resharded to, or None; () where all stay
     reads             of the positional arguments, then of those named in ``keywords``
     results           specs of the results in order. Their dtypes hold if ``is_checked``
-    template          off the mesh: the return value, with an ``infer.Out`` for each tensor
+    template          off the mesh: the return value, with an ``infer.TensorResult`` for each tensor
     is_view           the results are views of the first argument
     is_copy           ... of resharded data, and so copies (see tensor/views.py)
     writes            numbers of the tensors that are written; None: no in-place call
@@ -104,7 +104,7 @@ class CallPlan:
     native: bool = False
     is_checked: bool = True
     autocast: dict[torch.dtype | None, CallPlan] = field(default_factory=dict, compare=False)
-    call: Call | None = field(default=None, compare=False)
+    call: CallSignature | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +112,16 @@ class Answer:
     """The result of a call that the key determines, such as ``x.is_complex()``."""
 
     value: Any
-    call: Call | None = field(default=None, compare=False)
+    call: CallSignature | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class PythonCall:
     """A call that a Python function runs: ``run(planned, args, kwargs)``.
 
-    func         what the user called
-    run          a named function of this package; what it needs besides stands here
-    why          why there is no plan: for the warning and the error of a gather
+    func         the function that the user called
+    run          a named function of this package; the other fields are its parameters
+    why          the reason why there is no plan: for the warning and the error of a gather
     is_expected  a gather that gives no warning
     setting      of a call that is planned by value: the setting that its rule depends on, or None
     """
@@ -131,7 +131,7 @@ class PythonCall:
     why: str = ""
     is_expected: bool = False
     setting: Callable[[], Any] | None = None
-    call: Call | None = field(default=None, compare=False)
+    call: CallSignature | None = field(default=None, compare=False)
 
 
 Planned = CallPlan | Answer | PythonCall

@@ -12,17 +12,17 @@ from functools import partial
 from typing import Any
 
 from disttensor.cache import Cache
-from disttensor.comm.compare_programs import Call, record_call
+from disttensor.comm.compare_programs import CallSignature, record_call
 from disttensor.comm.lone_failure import note_error
 from disttensor.dispatch import fallback, foreach
 from disttensor.dispatch.call_plan import Answer, CallPlan, Planned, PythonCall
 from disttensor.dispatch.key import (
     depends_on_floats,
+    describe_call,
     key_of,
     meshes_in,
-    words_of,
 )
-from disttensor.dispatch.outputs import checked
+from disttensor.dispatch.outputs import check_outputs
 from disttensor.dispatch.plan_call import plan_call
 from disttensor.dispatch.resolve import HANDLERS, OF_KEY, resolve
 from disttensor.dispatch.run import carry_out, run
@@ -32,7 +32,7 @@ from disttensor.pytree import Uncacheable, collect
 from disttensor.tensor.dist_tensor import TRACERS, DistTensor, arrived
 from disttensor.torch_private import outside_function_modes
 from ops.registry import RULES
-from ops.signatures import restated
+from ops.signatures import normalize_call
 
 Function = Callable[..., Any]
 
@@ -81,7 +81,7 @@ def dispatch(
                 arrived(t)
         uncached = plan_of(func, args, kwargs or {})
         begin_call(uncached)
-        return carry_out(uncached, args, kwargs or {}, checked)
+        return carry_out(uncached, args, kwargs or {}, check_outputs)
     planned = _known(key)
     if planned is None:
         planned = start(func, args, kwargs, key)
@@ -121,7 +121,7 @@ def first_call(func: Function, args: Sequence[Any], kwargs: Any) -> tuple[Any, P
     return result, planned
 
 
-def _keep(key: Any, planned: Planned, call: Call | None) -> Planned:
+def _keep(key: Any, planned: Planned, call: CallSignature | None) -> Planned:
     """Keeps a plan for calls of this key. ``call``: the description that ranks compare."""
     planned = PLANS[key] = replace(planned, call=call)
     return planned
@@ -129,18 +129,18 @@ def _keep(key: Any, planned: Planned, call: Call | None) -> Planned:
 
 def _check(key: Any, plan: CallPlan, out: Any) -> CallPlan:
     """Keeps the plan with the dtypes of the first results."""
-    plan = PLANS[key] = checked(plan, out)
+    plan = PLANS[key] = check_outputs(plan, out)
     return plan
 
 
-def _call(func: Function, key: Any) -> Call:
+def _call(func: Function, key: Any) -> CallSignature:
     """Returns the description of a call of ``func`` that ranks compare. Its mesh is None if there
     is no other rank to compare with."""
     meshes = meshes_in(key)
     mesh = meshes.pop() if len(meshes) == 1 else None
     if mesh is not None and (mesh.size == 1 or mesh.coordinate is None):
         mesh = None
-    return Call(lambda: words_of(func, key), mesh, fallback.writes(func))
+    return CallSignature(lambda: describe_call(func, key), mesh, fallback.writes(func))
 
 
 def plan_of(
@@ -157,7 +157,7 @@ def _plan_of(
     func: Function, args: Sequence[Any], kwargs: dict[str, Any], key: Any, valued: bool
 ) -> Planned:
     rule = RULES.get(func)
-    if rule is not None and restated(func, args, kwargs):
+    if rule is not None and normalize_call(func, args, kwargs):
         return PythonCall(func, dispatch_normalized)
     if rule is not None and not valued:
         floats = rule.floats and depends_on_floats((*args, *kwargs.values()))
@@ -193,7 +193,7 @@ def run_handler(planned: PythonCall, args: Sequence[Any], kwargs: dict[str, Any]
 def dispatch_normalized(planned: PythonCall, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Dispatches a call with tensors in torch's order, and numbers instead of 0-d tensors."""
     func = planned.func
-    args, kwargs = restated(func, args, kwargs) or (args, kwargs)
+    args, kwargs = normalize_call(func, args, kwargs) or (args, kwargs)
     if any(type(t) is DistTensor for t in collect((args, kwargs), [])):
         return dispatch(DistTensor, func, (), args, kwargs)
     return func(*args, **kwargs)  # the only DistTensor was replaced by a number
@@ -205,7 +205,7 @@ def dispatch_by_value(planned: PythonCall, args: Sequence[Any], kwargs: dict[str
     try:
         key = func, *[key_of(a, floats=True) for a in (*args, *kwargs.items())]
     except Uncacheable:
-        return carry_out(plan_of(func, args, kwargs, valued=True), args, kwargs, checked)
+        return carry_out(plan_of(func, args, kwargs, valued=True), args, kwargs, check_outputs)
     if setting is not None:
         key = (*key, setting())
     found = PLANS.get(key)

@@ -13,13 +13,13 @@ from disttensor.checks import check_callable
 from disttensor.core.spec import DistSpec
 from disttensor.dispatch.call_plan import CallPlan
 from disttensor.dispatch.plan_call import plan_call
-from disttensor.dispatch.resolve import HANDLERS, Plan, resolve, specs_of
+from disttensor.dispatch.resolve import HANDLERS, RulePlan, resolve, specs_of
 from disttensor.errors import name_of
 from disttensor.pytree import collect
 from disttensor.tensor.dist_tensor import DistTensor, arrived
 from ops.notation import notation
 from ops.registry import RULES
-from ops.signatures import restated
+from ops.signatures import normalize_call
 from reshard import cross_mesh
 
 Tensor = torch.Tensor
@@ -85,7 +85,7 @@ def explain(func: Function, /, *args: Any, **kwargs: Any) -> Explanation:
 def _found(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Explanation:
     written = kwargs.get("out") is not None
     kwargs = {k: v for k, v in kwargs.items() if k != "out"}
-    args, kwargs = (func in RULES and restated(func, args, kwargs)) or (args, kwargs)
+    args, kwargs = (func in RULES and normalize_call(func, args, kwargs)) or (args, kwargs)
     found = resolve(func, args, kwargs)
     tensors = collect((args, kwargs), [])
     name = name_of(func)
@@ -107,7 +107,7 @@ def _found(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Expla
     return replace(explanation, plan=plan_call(found.plan, args, kwargs))
 
 
-def _by_rule(plan: Plan, asks: Sequence[bool], written: bool) -> Explanation:
+def _by_rule(plan: RulePlan, asks: Sequence[bool], written: bool) -> Explanation:
     head = f"{name_of(plan.func)}: by rule\n  letters  {notation(plan.factors)}"
     lines, total = [head], 0
     ends = zip(plan.specs, plan.input_specs, plan.varying_axes, strict=True)

@@ -19,15 +19,15 @@ from disttensor.dispatch.pending_grads import reduce_pending
 from disttensor.dispatch.plan_call import plan_off_mesh
 from disttensor.dispatch.resolve import one_mesh, plain_spec
 from disttensor.dispatch.run import run_off_mesh
-from disttensor.dispatch.writes import written
+from disttensor.dispatch.writes import mark_written
 from disttensor.errors import name_of
 from disttensor.meta import execute, infer
 from disttensor.pytree import Uncacheable, collect, substitute
-from disttensor.random.state import forked, generator_for_one, generator_in
+from disttensor.random.state import fork_generators, generator_for_one, generator_in
 from disttensor.tensor import views
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.reshard import resharded_local
-from disttensor.tensor.tensor_meta import described
+from disttensor.tensor.tensor_meta import describe_tensors
 from disttensor.tensor.versions import count, version
 from disttensor.torch_private import schemas_of, storage_id
 
@@ -88,7 +88,7 @@ _PLANS_OFF_MESH: Cache[Any, CallPlan] = Cache(4096)  # of gathered calls, by fun
 
 
 def _gather_off_mesh(func: Function, mesh: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """``gather_and_run`` on a rank off the mesh."""
+    """Runs ``gather_and_run`` on a rank off the mesh."""
     try:
         key = func, key_of((tuple(args), kwargs), floats=True)
     except Uncacheable:
@@ -102,7 +102,7 @@ def _gather_off_mesh(func: Function, mesh: Any, args: Sequence[Any], kwargs: dic
     result = run_off_mesh(plan, args, kwargs)
     changed = [] if writing else written_by(func, args, kwargs)
     if changed:
-        execute.written(func, changed, collect((args, kwargs), []), mesh)
+        execute.update_written(func, changed, collect((args, kwargs), []), mesh)
     return result
 
 
@@ -141,10 +141,10 @@ def gather_and_run(planned: PythonCall, args: Sequence[Any], kwargs: dict[str, A
         own = generator_for_one(mesh, generator)
         args = [own if a is generator else a for a in args]
         kwargs = {k: own if a is generator else a for k, a in kwargs.items()}
-    broadcasts = bool(objects.others(mesh.root.ranks)) and infer.dynamic(func, args, kwargs)
+    broadcasts = bool(objects.other_ranks(mesh.root.ranks)) and infer.is_dynamic(func, args, kwargs)
     sending = objects.sends_error(mesh.root.ranks, mesh.device) if broadcasts else nullcontext()
     try:
-        with sending, forked(mesh):
+        with sending, fork_generators(mesh):
             out = func(*substitute(tuple(args), take), **substitute(kwargs, take))
     finally:  # a recomputation for a backward may stop after a write
         for x, full, before in taken:
@@ -162,9 +162,9 @@ def gather_and_run(planned: PythonCall, args: Sequence[Any], kwargs: dict[str, A
     for t in collect(result, []) if sources else ():
         source = sources.get(_memory(t.local)) if type(t) is DistTensor else None
         if source is not None:  # a view, if run in one process
-            views.enter(t, source, func)
+            views.register_copy(t, source, func)
     if broadcasts:
-        objects.send_object(described(result), mesh.root.ranks, mesh.device)
+        objects.send_object(describe_tensors(result), mesh.root.ranks, mesh.device)
     return result
 
 
@@ -185,7 +185,7 @@ def _give_back(x: DistTensor, full: Tensor, func: Function, before: int) -> None
     elif version(full) == before:
         count(full)
         tracked = False
-    written(x, tracked)
+    mark_written(x, tracked)
 
 
 def wrap_full(out: Any, mesh: Any, given: dict[int, DistTensor]) -> Any:

@@ -97,17 +97,17 @@ def of_no_mesh(func: Any, key: Any) -> bool:
     )  # fmt: skip
 
 
-def words_of(func: Any, key: Any) -> str:
+def describe_call(func: Any, key: Any) -> str:
     """Describes the call of a key, with the same text on all ranks."""
     positional, named = (key[0], key[1:]) if type(key[0]) is tuple else (key, ())
-    return name_of(func) + _words(positional[1:]) + (_words(named) if named else "")
+    return name_of(func) + _describe(positional[1:]) + (_describe(named) if named else "")
 
 
-def _words(part: Any) -> str:
+def _describe(part: Any) -> str:
     if type(part) is tuple:
         if len(part) == 2 and part[0] is bool:
             return str(part[1])
-        return f"({', '.join(map(_words, part))})"
+        return f"({', '.join(map(_describe, part))})"
     if type(part) is torch.device:
         return part.type  # the index differs between ranks
     if type(part) in _BY_VALUE or type(part) in (DistSpec, torch.Size):

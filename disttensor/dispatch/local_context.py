@@ -79,9 +79,9 @@ class MeshCollectives:
         run = activation_checkpoint.current_run()
         if run is None:
             return make()
-        kept: T | None = activation_checkpoint.replayed(run)
+        kept: T | None = activation_checkpoint.repeated_note(run)
         made = make() if kept is None else kept
-        activation_checkpoint.note(run, made)
+        activation_checkpoint.add_note(run, made)
         return made
 
     def reshard(

@@ -28,7 +28,7 @@ from disttensor.comm import compare_programs, lone_failure
 from disttensor.core.spec import DistSpec
 from disttensor.dispatch import dispatch, outputs, run, writes
 from disttensor.dispatch.call_plan import Answer, CallPlan, Origin
-from disttensor.meta.infer import Out
+from disttensor.meta.infer import TensorResult
 from disttensor.observe import observers
 from disttensor.tensor import versions, views
 from disttensor.tensor.dist_tensor import DistTensor
@@ -85,8 +85,8 @@ def _configure(module: Any) -> None:
     module.configure(
         DistTensor=DistTensor, Tensor=Tensor, Parameter=torch.nn.Parameter, Size=torch.Size,
         Uses=Uses, dtype_class=torch.dtype, memory_format=torch.memory_format,
-        layout=torch.layout, CallPlan=CallPlan, Answer=Answer, Out=Out, NO_ORIGIN=Origin.NONE,
-        VIEW=Origin.VIEW,
+        layout=torch.layout, CallPlan=CallPlan, Answer=Answer, Out=TensorResult,
+        NO_ORIGIN=Origin.NONE, VIEW=Origin.VIEW,
         local=DistTensor.__dict__["local"], spec=DistTensor.__dict__["spec"],
         meta_tensor=DistSpec.__dict__["meta_tensor"],
         shape=Tensor.shape, dtype=Tensor.dtype, requires_grad=Tensor.requires_grad,
@@ -97,9 +97,10 @@ def _configure(module: Any) -> None:
         dispatch=dispatch.dispatch, first_call=dispatch.first_call, carry_out=run.carry_out,
         note=compare_programs.record_call, note_error=lone_failure.note_error,
         wrap_outputs=outputs.wrap_outputs,
-        derive=run.derive, partial=partial, view_of_use=run.view_of_use, written=writes.written,
-        count=versions.count, share=views.share, nothing=token.detached, orphan=token.orphan,
-        LIVE=views.LIVE, INFERENCE=versions.INFERENCE,
+        derive=run.derive, partial=partial, view_of_use=run.view_of_use,
+        written=writes.mark_written, count=versions.count, share=views.register_view,
+        nothing=token.no_grad_token, orphan=token.no_source_token, LIVE=views.LIVE,
+        INFERENCE=versions.INFERENCE,
     )  # fmt: skip
     call_when_cleared(module.clear)
     for name in METHODS:

@@ -18,7 +18,7 @@ from ops.registry import RULES
 Tensor = torch.Tensor
 
 
-def checked(plan: CallPlan, out: Any) -> CallPlan:
+def check_outputs(plan: CallPlan, out: Any) -> CallPlan:
     """Returns the plan with the dtypes of the first results. Raises RuntimeError if their shapes
     differ from the rule's."""
     results = list(plan.results)

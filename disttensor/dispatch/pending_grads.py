@@ -12,7 +12,7 @@ from disttensor.tensor.grad import is_gradient, owner_of
 from disttensor.tensor.grad_sync import sync_gradients
 
 
-def reduced_by(specs: Sequence[DistSpec], wanted: Sequence[DistSpec | None]) -> list[bool]:
+def needs_reduction(specs: Sequence[DistSpec], wanted: Sequence[DistSpec | None]) -> list[bool]:
     """Returns for each tensor argument whether it is pending and the call needs it reduced."""
     return [
         w is not None and bool(s.layout.partial) and not w.layout.partial

@@ -12,7 +12,7 @@ from disttensor.core.layout import Layout, replicated
 from disttensor.core.mesh import ProcessMesh
 from disttensor.core.spec import DistSpec
 from disttensor.dispatch.call_plan import CONSTANT, CallPlan, Origin, Read, ReadKind
-from disttensor.dispatch.resolve import Plan
+from disttensor.dispatch.resolve import RulePlan
 from disttensor.dispatch.writes import is_untracked
 from disttensor.meta import execute, infer
 from disttensor.pytree import collect
@@ -25,7 +25,7 @@ Tensor = torch.Tensor
 Function = Callable[..., Any]
 
 
-def plan_call(plan: Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> CallPlan:
+def plan_call(plan: RulePlan, args: Sequence[Any], kwargs: dict[str, Any]) -> CallPlan:
     """Returns the CallPlan of calls like this one."""
     reuses, wholes = plan.reuses, plan.reduces
     reduction: dict[str, Any] = {}
@@ -56,7 +56,7 @@ def plan_call(plan: Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> CallPl
         origin = Origin.VIEW
     elif plan.factors.rematerialize and may_vary and stays:
         origin = Origin.REPEAT
-    sends_shape = infer.dynamic(func, args, kwargs) and mesh.root.size < world()[1]
+    sends_shape = infer.is_dynamic(func, args, kwargs) and mesh.root.size < world()[1]
     return CallPlan(
         func, mesh, plan.local_fn(), tuple(plan.specs), reads, tuple(kwargs),
         () if inplace else tuple(plan.output_specs),
@@ -81,7 +81,7 @@ def plan_call(plan: Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> CallPl
     )  # fmt: skip
 
 
-def reads_of(plan: Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Read, ...]:
+def reads_of(plan: RulePlan, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Read, ...]:
     """Returns a Read for each argument: how the local function receives it."""
     tensors = iter(zip(plan.input_specs, plan.varying_axes, plan.specs, strict=True))
 
@@ -118,7 +118,7 @@ def plan_off_mesh(
         writes: True if the first argument is written in place.
         reduction: ``may_reuse`` and ``reduce_first`` of the plan.
     """
-    found = execute.found_for(func, mesh, args, kwargs)
+    found = execute.metadata_of_results(func, mesh, args, kwargs)
     draws: Any = IDLE.get(getattr(func, "__name__", "").rstrip("_"))
     if draws is not None and _by_key(args, kwargs):
         draws = not draws(*args, **kwargs)
@@ -137,7 +137,7 @@ def plan_off_mesh(
     values = (*args, *kwargs.values())
     native = (
         not (writes or draws) and dtype is None and bool(outs)
-        and all(type(o) is infer.Out and o.same is None for o in several)
+        and all(type(o) is infer.TensorResult and o.same is None for o in several)
         and all(o.sources == outs[0].sources for o in outs)
         and all(type(t) is DistTensor for t in tensors)
         and sum(isinstance(a, Tensor) for a in values) == len(tensors)

@@ -42,7 +42,7 @@ def _grad(x: DistTensor) -> bool:
     return x.local.requires_grad and torch.is_grad_enabled()
 
 
-def remember(x: DistTensor, dst: DistSpec) -> DistTensor:
+def store(x: DistTensor, dst: DistSpec) -> DistTensor:
     """Reduces ``x`` to ``dst``. The result is kept unless writes to ``x`` may be uncounted."""
     local = x.local
     inside = dst.mesh.coordinate is not None
@@ -56,7 +56,7 @@ def remember(x: DistTensor, dst: DistSpec) -> DistTensor:
     return value
 
 
-def known(x: DistTensor) -> DistTensor | None:
+def lookup(x: DistTensor) -> DistTensor | None:
     """Returns the value of ``x`` that an earlier call has reduced, or None."""
     kept = x._reduced
     if kept is None or kept.grad is not _grad(x) or kept.region != region():
@@ -67,9 +67,8 @@ def known(x: DistTensor) -> DistTensor | None:
     if is_handed_out(local):
         return None
     if kept.source is not local or kept.version != version(local):
-        return remember(x, kept.value.spec)  # written through an alias of its memory
-    value: DistTensor = kept.value
-    return value
+        return store(x, kept.value.spec)  # written through an alias of its memory
+    return kept.value
 
 
 def find(plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[int, DistTensor]:
@@ -80,17 +79,17 @@ def find(plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[in
     if not wholes and not any(type(t) is DistTensor and t._reduced is not None for t in tensors):
         return {}
     found: dict[int, DistTensor] = {}
-    left = False  # a sum of pending values is free, but not if one of them is reduced
+    left = False  # a sum of pending values is free, unless a value is reduced
     for i, (t, reuse) in enumerate(zip(tensors, plan.may_reuse, strict=True)):
         if not reuse or type(t) is not DistTensor or id(t) in found:
             continue
         if is_gradient(t):
             left = True
             continue
-        value = None if t._reduced is None else known(t)
+        value = None if t._reduced is None else lookup(t)
         whole = wholes[i] if wholes else None
         if value is None and whole is not None and not strict.strict.current():
-            value = remember(t, whole)
+            value = store(t, whole)
         if value is not None:
             found[id(t)] = value
         left = left or value is None

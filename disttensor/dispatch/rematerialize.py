@@ -27,12 +27,10 @@ def repeat(
     after a write. ``made``, ``made_at``: versions of the arguments and of ``value`` at the call."""
     now = versions_of([t for t in (*args, *words.values()) if isinstance(t, Tensor)])
     if version(value) != made_at or now != made:
-        out: Tensor = reshard_local(value, GradType(spec), GradType(spec, axes), None)
-        return out
+        return reshard_local(value, GradType(spec), GradType(spec, axes), None)
     varying = [_varying(a, axes) for a in args]
     named = {k: _varying(v, axes) for k, v in words.items()}
-    repeated: Tensor = observe.run_local(local_fn, varying, named)
-    return repeated
+    return observe.run_local(local_fn, varying, named)
 
 
 def _varying(a: Any, axes: Axes) -> Any:

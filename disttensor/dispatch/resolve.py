@@ -52,7 +52,7 @@ def handler(*funcs: Function) -> Callable[[Function], Function]:
 
 
 @dataclass(slots=True)
-class Plan:
+class RulePlan:
     """Everything about a call by rule that does not depend on data.
 
     factors          of this call, or of a call that differs in the sizes of letters only
@@ -123,10 +123,10 @@ class Plan:
         mesh = self.mesh
         needed = [w or s for s, w in zip(self.specs, self.input_specs, strict=True)]
         coordinate = mesh.coordinate or (0,) * mesh.ndim
-        busy = {
+        nontrivial = {
             k: tuple([a for a in v if mesh.shape[a] > 1]) for k, v in self.decision.split.items()
         }
-        split = {letter: axes for letter, axes in busy.items() if axes}
+        split = {letter: axes for letter, axes in nontrivial.items() if axes}
         call = LocalCall(
             self.func, needed, self.output_specs, split, mesh.shape, coordinate,
             MeshCollectives(mesh),
@@ -142,7 +142,7 @@ class Resolution:
 
     way: str
     why: str = ""
-    plan: Plan | None = None
+    plan: RulePlan | None = None
     expected: bool = False
 
 
@@ -173,20 +173,20 @@ def resolve(
         sizes = None if known is None else sizes_of(known[0], [s.shape for s in specs])
         if known is not None and sizes is not None:
             shapes = known[0].shapes_for(sizes)
-            return Resolution("rule", plan=Plan(func, rule, *known, mesh, specs, shapes))
+            return Resolution("rule", plan=RulePlan(func, rule, *known, mesh, specs, shapes))
     if key is not None and of_no_mesh(func, key):
         same = rule, mesh.shape, likeness(key), *[s.shape for s in specs]
         known = _SAME.get(same)
         if known is not None:
             shapes = known[0].output_shapes()
-            return Resolution("rule", plan=Plan(func, rule, *known, mesh, specs, shapes))
+            return Resolution("rule", plan=RulePlan(func, rule, *known, mesh, specs, shapes))
     layouts = bare = [s.layout for s in specs]
-    own = any(layout.own for layout in layouts)
+    own = any(layout.custom for layout in layouts)
     if own and not all(map(balanced.is_known, layouts)):
         why = "rules know Shard, Replicate and Partial; a placement of another type is gathered"
         return Resolution("gather", why)
     if own:
-        bare = [balanced.bare(layout) for layout in layouts]
+        bare = [balanced.without_balanced(layout) for layout in layouts]
     given: list[Arg] = []
 
     def arg(t: Tensor) -> Arg:
@@ -203,7 +203,7 @@ def resolve(
     except NoRule as reason:
         return _without_rule(func, str(reason))
     if decision is not None and own:
-        decision = balanced.keep(factors, decision, layouts, writes=rule.inplace)
+        decision = balanced.keep_balanced(factors, decision, layouts, writes=rule.inplace)
     if decision is None:
         why = (
             "the rule cannot keep the placement of the tensor that is written, which gets its "
@@ -219,7 +219,7 @@ def resolve(
     if same is not None and not own:
         _SAME[same] = factors, decision
     shapes = factors.output_shapes()
-    return Resolution("rule", plan=Plan(func, rule, factors, decision, mesh, specs, shapes))
+    return Resolution("rule", plan=RulePlan(func, rule, factors, decision, mesh, specs, shapes))
 
 
 def _without_rule(func: Function, why: str) -> Resolution:

@@ -17,10 +17,10 @@ from disttensor.comm import objects
 from disttensor.dispatch import reduction_cache, strict
 from disttensor.dispatch.call_plan import Answer, CallPlan, Origin, Planned, Read, ReadKind
 from disttensor.dispatch.outputs import wrap_outputs
-from disttensor.dispatch.pending_grads import reduce_pending, reduced_by
+from disttensor.dispatch.pending_grads import needs_reduction, reduce_pending
 from disttensor.dispatch.plan_call import now_off_mesh
 from disttensor.dispatch.rematerialize import repeat, versions_of
-from disttensor.dispatch.writes import written
+from disttensor.dispatch.writes import mark_written
 from disttensor.meta import execute as off_mesh
 from disttensor.observe import observers
 from disttensor.pytree import collect, substitute
@@ -28,7 +28,7 @@ from disttensor.random import state
 from disttensor.tensor import views
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.reshard import resharded_local
-from disttensor.tensor.tensor_meta import described
+from disttensor.tensor.tensor_meta import describe_tensors
 from disttensor.tensor.uses import origin_of, set_origin
 from disttensor.tensor.versions import count, version
 from disttensor.torch_private import make_subclass
@@ -89,7 +89,7 @@ def run(
     if plan.input_specs:
         if strict.strict.current():
             strict.check_moves(plan.func, plan.specs, plan.input_specs)
-        elif reduce_pending(args, kwargs, reduced_by(plan.specs, plan.input_specs)):
+        elif reduce_pending(args, kwargs, needs_reduction(plan.specs, plan.input_specs)):
             return plan.func(*args, **kwargs)
     write = plan.writes is not None
     if not plan.broadcasts_shape:
@@ -97,7 +97,7 @@ def run(
     ranks, device = plan.mesh.root.ranks, plan.mesh.device
     with objects.sends_error(ranks, device):
         result = _write(plan, args, kwargs) if write else _compute(plan, args, kwargs, check)
-    objects.send_object(described(result), ranks, device)
+    objects.send_object(describe_tensors(result), ranks, device)
     return result
 
 
@@ -143,7 +143,7 @@ def read(r: Read, value: Any) -> Any:
     if kind is _CONSTANT:
         return value
     if kind is _TENSOR:
-        x = value if type(value) is DistTensor else _replicated(value, regular)
+        x = value if type(value) is DistTensor else as_replicated(value, regular)
         if spec is None:
             return x.local_for(varying) if varying else x.local
         return resharded_local(x, spec, varying)
@@ -153,7 +153,7 @@ def read(r: Read, value: Any) -> Any:
     return locals_of(value)
 
 
-def _replicated(x: Tensor, spec: Any) -> DistTensor:
+def as_replicated(x: Tensor, spec: Any) -> DistTensor:
     """Returns x as a DistTensor. If x requires grad, a view of x is wrapped: ``local_for`` makes a
     second leaf of a leaf, whose gradient would not reach x."""
     return wrap(x.view_as(x) if x.requires_grad and _grad() else x, spec)
@@ -186,7 +186,7 @@ def _write(plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         locals_ = collect((given, named), [])
         count(*[locals_[i] for i in plan.writes or ()])
     for x in targets:
-        written(x, not plan.untracked_writes)
+        mark_written(x, not plan.untracked_writes)
     return None if out is None else args[0] if args else targets[0]
 
 
@@ -203,10 +203,10 @@ def _relate(
     if plan.is_copy:
         back = partial(_setitem, x, args[1]) if plan.func is Tensor.__getitem__ else None
         for r in collect(result, []):
-            views.enter(r, x, plan.func, back)
+            views.register_copy(r, x, plan.func, back)
     elif x._view_state is not None:
         for r in collect(result, []):
-            views.inherit(r, x)
+            views.inherit_copy(r, x)
 
 
 def _derive_view(
@@ -217,8 +217,7 @@ def _derive_view(
 
 def view_of_use(local: Any, x: DistTensor, rest: Any, named: Any, axes: Any) -> Tensor:
     """Returns the view for a use varying over ``axes``: the function on ``x.local_for(axes)``."""
-    out: Tensor = observe.run_local(local, (x.local_for(axes), *rest), named)
-    return out
+    return observe.run_local(local, (x.local_for(axes), *rest), named)
 
 
 def derive(plan: CallPlan, args: Sequence[Any], kwargs: Any, result: Any) -> None:
@@ -252,6 +251,6 @@ def run_off_mesh(plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any]) ->
     off_mesh.refuse_plain(plan.func, mesh, tensors)
     if plan.writes is not None:
         target = args[0] if args else next(iter(kwargs.values()))
-        off_mesh.written(plan.func, target, tensors, mesh)
+        off_mesh.update_written(plan.func, target, tensors, mesh)
         return None if plan.template is None else target
-    return off_mesh.filled(plan.template, plan.results, tensors, mesh.device)
+    return off_mesh.fill_results(plan.template, plan.results, tensors, mesh.device)

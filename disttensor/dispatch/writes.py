@@ -25,7 +25,7 @@ def is_untracked(func: Function) -> bool:
     return fused or bool(schemas_of(func)) or not ours
 
 
-def written(x: DistTensor, tracked: bool = True) -> None:
+def mark_written(x: DistTensor, tracked: bool = True) -> None:
     """Updates state after a write to the local of ``x``: earlier uses have the old value.
     ``tracked``: autograd has counted the write."""
     if x._uses is not None or x._reduced is not None or views.LIVE or INFERENCE:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from disttensor.autograd.tie import tied
+from disttensor.autograd.tie import tie_outputs
 from disttensor.checks import check_callable, check_int, check_type
 from disttensor.core.spec import DistSpec
 from disttensor.tensor.dist_tensor import DistTensor
@@ -89,8 +89,7 @@ class _Experts:
             return out
         if not out.requires_grad:  # it did nothing with them, as where there is no row
             out = out + wanting[0][:0].sum()
-        made: Tensor = tied([out], wanting)[0]
-        return made
+        return tie_outputs([out], wanting)[0]
 
 
 def dispatch_tokens(tokens: Any, indices: Any, num_experts: int) -> DispatchedTokens:

@@ -77,7 +77,7 @@ def expert_load(model: nn.Module) -> ExpertLoad:
             counts = objects.recv_object(mesh.root.ranks, mesh.device)
         else:
             counts = _counted(sent)
-            if objects.others(mesh.root.ranks):
+            if objects.other_ranks(mesh.root.ranks):
                 objects.send_object(counts, mesh.root.ranks, mesh.device)
         if counts is not None:
             found.append(LayerLoad(name or type(model).__name__, *counts))

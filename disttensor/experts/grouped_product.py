@@ -19,8 +19,7 @@ def grouped_product(rows: Tensor, weight: Tensor, counts: Sequence[int], turned:
     dtype = weight.dtype
     if torch.is_autocast_enabled(device) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
-    out: Tensor = Product.apply(rows.to(dtype), weight.to(dtype), tuple(counts), turned)
-    return out
+    return Product.apply(rows.to(dtype), weight.to(dtype), tuple(counts), turned)
 
 
 def _parts(counts: Sequence[int]) -> list[tuple[int, int, int]]:

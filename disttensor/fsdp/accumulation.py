@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from disttensor.autograd.accumulation import BackwardContext
 from disttensor.fsdp.backward import ReduceOrder
-from disttensor.fsdp.reduce import Steps
+from disttensor.fsdp.reduce import Reduction
 from disttensor.fsdp.segment import Segment
 
 
@@ -21,7 +21,7 @@ class Accumulation:
               gradients of one segment completely
     """
 
-    def __init__(self, reduce: Callable[[Segment], list[Steps]]) -> None:
+    def __init__(self, reduce: Callable[[Segment], list[Reduction]]) -> None:
         self.reduce = reduce
         self.deferred: set[Segment] = set()
 

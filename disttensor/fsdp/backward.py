@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from disttensor.comm.work import Work
-from disttensor.fsdp.reduce import Steps
+from disttensor.fsdp.reduce import Reduction
 from disttensor.fsdp.segment import Segment
 
 _MOST = 2  # reductions to shards under way at once: each holds the gradients of a segment
@@ -46,14 +46,16 @@ class ReduceOrder:
     bounded          True if reductions need extra memory: few of them run at once
     """
 
-    def __init__(self, id: int, reduce: Callable[[Segment], list[Steps]], bounded: bool) -> None:
+    def __init__(
+        self, id: int, reduce: Callable[[Segment], list[Reduction]], bounded: bool
+    ) -> None:
         self.id, self.reduce, self.bounded = id, reduce, bounded
         self.keeps_graph = torch.is_grad_enabled()  # create_graph=True
         self.planned: defaultdict[Segment, SegmentBackward] = defaultdict(SegmentBackward)
         self.entered: dict[Segment, SegmentBackward] = {}
         self.together: set[int] = set()  # ``companions`` that are in ``order``, by identity
         self.order: list[tuple[int, int, Segment]] = []  # a heap: the segments to start next
-        self.running: deque[tuple[Steps, Work[Any]]] = deque()
+        self.running: deque[tuple[Reduction, Work[Any]]] = deque()
 
     def plan(self, segment: Segment) -> None:
         """Counts a forward of the segment that the backward will enter and leave."""
@@ -159,7 +161,7 @@ class ReduceOrder:
         work.wait()
         self._advance(steps)
 
-    def _advance(self, steps: Steps) -> None:
+    def _advance(self, steps: Reduction) -> None:
         work = next(steps, None)
         if work is not None:
             self.running.append((steps, work))

@@ -22,22 +22,22 @@ from torch import nn
 from disttensor import callbacks
 from disttensor.autograd.accumulation import ONLY, RETURNED, BackwardContext, current_context
 from disttensor.autograd.activation_checkpoint import current_run, recompute_around
-from disttensor.autograd.joined_backward import this_backward, when_failed, when_over
-from disttensor.autograd.split_backward import at_once
+from disttensor.autograd.joined_backward import run_after_backward, run_after_failure, this_backward
+from disttensor.autograd.split_backward import compute_weight_now
 from disttensor.comm import buffers
-from disttensor.comm.places import Place
+from disttensor.comm.places import GradMemory
 from disttensor.fsdp.accumulation import Accumulation
 from disttensor.fsdp.backward import ReduceOrder
 from disttensor.fsdp.graph_hooks import SegmentForward, before_node, follow, forget
 from disttensor.fsdp.on_stack import calls_on_stack
 from disttensor.fsdp.param import shared
-from disttensor.fsdp.reduce import Steps, accumulate_in_graph, make_groups, reductions
+from disttensor.fsdp.reduce import Reduction, accumulate_in_graph, make_groups, reductions
 from disttensor.fsdp.segment import Segment, ShardState
 from disttensor.fsdp.unseen import unseen
 from disttensor.observe import observers
 from disttensor.pytree import find_tensors, replace_tensors
 from disttensor.tensor.dist_tensor import DistTensor
-from disttensor.tensor.grad_slot import place_of
+from disttensor.tensor.grad_slot import grad_memory_of
 from disttensor.tensor.uses import set_origin
 from disttensor.torch_private import current_backward
 
@@ -291,12 +291,12 @@ class Engine:
                 make_groups([param], scatter=self.scatter)
             for leaf in new:
                 if segment.copied:  # gathered for one backward, and freed at its end
-                    at_once(leaf)
+                    compute_weight_now(leaf)
                 at = len(segment.leaves)
                 segment.leaves.append(param.name)
                 # Weak: the garbage collector does not see hooks of autograd.
-                place = None if param.is_copy else place_of(param.sharded_param)
-                hook = partial(_arrived, weakref.ref(self), weakref.ref(segment), at, place)
+                memory = None if param.is_copy else grad_memory_of(param.sharded_param)
+                hook = partial(_arrived, weakref.ref(self), weakref.ref(segment), at, memory)
                 leaf.register_post_accumulate_grad_hook(hook)
 
     # Backward -------------------------------------------------------------------------------------
@@ -312,8 +312,8 @@ class Engine:
                 context = self.context._replace(is_last=last)
             reduce = partial(self._reduce, None if torch.is_grad_enabled() else context)
             self.backward = ReduceOrder(id, reduce, bounded=self.scatter)
-            when_over(partial(self._finish, self.backward, context))
-            when_failed(clean_up)  # also for a backward that no DistTensor started
+            run_after_backward(partial(self._finish, self.backward, context))
+            run_after_failure(clean_up)  # also for a backward that no DistTensor started
         return self.backward
 
     @unseen
@@ -374,7 +374,7 @@ class Engine:
             o.accumulate_grad(segment.params)
         self._present().arrived(segment, leaf)
 
-    def _reduce(self, context: BackwardContext | None, segment: Segment) -> list[Steps]:
+    def _reduce(self, context: BackwardContext | None, segment: Segment) -> list[Reduction]:
         if context is None or (context.reduce != "scatter" and not context.is_last):
             return []
         return reductions(segment.params, scatter=self.scatter, last=context.is_last)
@@ -431,10 +431,10 @@ class Engine:
 @unseen
 def _arrived(
     engine: weakref.ref[Engine], segment: weakref.ref[Segment], number: int,
-    place: Place | None, leaf: Tensor,
+    memory: GradMemory | None, leaf: Tensor,
 ) -> None:  # fmt: skip
-    if place is not None:
-        place.settle(leaf)
+    if memory is not None:
+        memory.adopt_grad(leaf)
     owner, of = engine(), segment()
     if owner is not None and of is not None:
         owner._arrived(of, number)

@@ -100,7 +100,7 @@ def shard_data_parallel(
 
     Raises:
         ValueError: an axis, a stage or segments do not fit; before any change.
-        NotImplementedError: ``offload`` beside a mesh of accelerators.
+        NotImplementedError: ``offload`` with a mesh of accelerators.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
     >>> model = dt.shard_data_parallel(model, mesh, shard_axis="dp", stage=3)
@@ -121,8 +121,8 @@ def shard_data_parallel(
     specs = _checked(module, mesh, shard_axis, replicate_axis, stage, segments, prefetch, ignored)
     if offload and any(m.device_type != "cpu" for m in _meshes(module, mesh, ignored)):
         raise NotImplementedError(
-            "shard_data_parallel(offload=True): shards in the memory of the host beside a mesh of "
-            "accelerators are not built; on a CPU mesh they are there already"
+            "shard_data_parallel(offload=True): shards in the memory of the host, with a mesh of "
+            "accelerators, are not implemented; on a CPU mesh they are there already"
         )
     dims = _shard_dims(module, shard_placement_fn, shard_axis, ignored)
     names = {id(p): name for name, p in module.named_parameters()}
@@ -137,28 +137,28 @@ def shard_data_parallel(
     places: dict[int, list[Slot]] = {}
     for slot in slots(module):
         places.setdefault(id(slot.value), []).append(slot)
+
+    def param_of(value: torch.Tensor) -> FSDPParam:
+        name = names[id(value)]
+        p = sharded[name]
+        axis = None
+        if shard_axis is not None and name not in split:
+            axis = p.spec.mesh.axis(shard_axis)
+        policy = policies.of[places[id(p)][0].owner]
+        dtype = (p.dtype.is_floating_point and policy.param_dtype) or p.dtype
+        return FSDPParam(name, p, places[id(p)], axis, dtype, policy.reduce_dtype or dtype)
+
     segments_here = []
     for spec in specs:
-        params = []
-        for value in spec.params:
-            p = sharded[names[id(value)]]
-            name = names[id(value)]
-            axis = None
-            if shard_axis is not None and name not in split:
-                axis = p.spec.mesh.axis(shard_axis)
-            policy = policies.of[places[id(p)][0].owner]
-            dtype = (p.dtype.is_floating_point and policy.param_dtype) or p.dtype
-            wire = policy.reduce_dtype or dtype
-            params.append(FSDPParam(name, p, places[id(p)], axis, dtype, wire))
         # A backward can enter a module that several stages run in at any of its nodes, so there is
         # no point at which to gather.
         persist = stage < 3 or any(len(_meshes(m, None, ignored)) > 1 for m in spec.modules)
         brief = not persist and reshard_after_forward
-        free = brief and module not in spec.modules
         segments_here.append(
             Segment(
-                spec.name, spec.modules, params,
-                persist=persist, free_after_forward=free, is_brief=brief,
+                spec.name, spec.modules, [param_of(value) for value in spec.params],
+                persist=persist, free_after_forward=brief and module not in spec.modules,
+                is_brief=brief,
             )
         )  # fmt: skip
     engine = module.__dict__[_ENGINE] = Engine(segments_here, scatter=stage > 1, prefetch=prefetch)
@@ -202,8 +202,8 @@ def _checked(
         )
     meshes = _meshes(module, mesh, ignored)
     world = collectives.world_group().size if ignored else 1
-    apart = any(m.root.size < world for m in meshes) or len(meshes) > 1
-    for name, p in module.named_parameters() if apart else ():
+    some_rank_is_off = any(m.root.size < world for m in meshes) or len(meshes) > 1
+    for name, p in module.named_parameters() if some_rank_is_off else ():
         if id(p) in ignored and p.requires_grad and not isinstance(p, DistTensor):
             raise ValueError(
                 f"{who}: ignored_params: {name!r} is a plain tensor that requires grad, and not "
@@ -225,7 +225,7 @@ def _checked(
                 f"{who}: parameter {name!r} is {p.spec!r}: {shard_axis!r} splits it already, which "
                 "it may do to experts alone"
             )
-        if p.spec.layout.own:
+        if p.spec.layout.custom:
             raise ValueError(f"{who}: parameter {name!r} is {p.spec!r}, of a placement of your own")
     return segments_of(module, segments, ignored)
 
@@ -358,7 +358,7 @@ def _shard(p: DistTensor, axis: int, dim: int) -> DistTensor:
     dims = tuple((*axes, axis) if d == dim else axes for d, axes in enumerate(spec.layout.dims))
     dst: DistSpec = spec.with_layout(Layout(dims, spec.layout.partial))
     if not p.is_initialized:
-        new = execute.stand_in(dst, p.requires_grad)
+        new = execute.off_mesh_leaf(dst, p.requires_grad)
     else:
         local = cross_mesh.run(p.local.detach(), spec, dst).clone()
         new = wrap(local.requires_grad_(p.requires_grad), dst)

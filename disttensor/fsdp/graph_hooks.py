@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from disttensor.autograd.joined_backward import when_failed
+from disttensor.autograd.joined_backward import run_after_failure
 from disttensor.autograd.starts import graph_count, node_count
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.torch_private import (
@@ -125,7 +125,7 @@ def follow(start: Any, of_segments: Iterable[SegmentForward]) -> None:
     if walk is None:
         walk = _WALKS[task] = _Walk()
         after_backward(lambda: _WALKS.pop(task).remove_hooks())
-        when_failed(forget)  # also for a backward that no DistTensor started
+        run_after_failure(forget)  # also for a backward that no DistTensor started
     if start in walk.seen:
         return
     nodes = sorted(_new_nodes(start, walk.seen), key=node_number)

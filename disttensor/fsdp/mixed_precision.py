@@ -14,7 +14,7 @@ from torch import nn
 
 from disttensor.checks import argument_error, check_bool, check_type
 from disttensor.fsdp.unseen import unseen
-from disttensor.nn.names import known, matching
+from disttensor.nn.names import list_names, match_names
 from disttensor.pytree import replace_tensors
 
 _WHO = "shard_data_parallel: mp_policy"
@@ -87,11 +87,11 @@ def _named(root: nn.Module, given: Any) -> dict[nn.Module, Policy]:
     for pattern in sorted(entries, key=lambda name: name not in modules):
         check_type(f"{_WHO}: a name", pattern, str, "a name of a module, or a glob,")
         policy = _checked(entries[pattern], pattern)
-        found = matching(pattern, modules)
+        found = match_names(pattern, modules)
         if not found:
             raise ValueError(
                 f"{_WHO}: {pattern!r} matches no module of {type(root).__name__}; there are "
-                f"{known(pattern, [name for name in modules if name])}"
+                f"{list_names(pattern, [name for name in modules if name])}"
             )
         for name in found:
             named.setdefault(modules[name], policy)

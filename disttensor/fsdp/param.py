@@ -24,7 +24,7 @@ from disttensor.fsdp.bucket import chunk_of
 from disttensor.nn.parameters import Slot
 from disttensor.tensor.base import as_parameter
 from disttensor.tensor.dist_tensor import DistTensor, wrap
-from disttensor.tensor.grad import as_gradient, combined, get_grad, grad_spec, set_grad
+from disttensor.tensor.grad import as_gradient, combine_gradients, get_grad, grad_spec, set_grad
 from disttensor.tensor.grad_slot import (
     fix_spec,
     keep_grad,
@@ -58,7 +58,7 @@ class FSDPParam:
         if axis is not None and axis in spec.layout.sharded and spec.mesh.shape[axis] > 1:
             self.axis, self.dim = axis, next(d for d, axes in enumerate(dims) if axis in axes)
             rest = tuple(tuple(a for a in axes if a != axis) for axes in dims)
-            spec = spec.with_layout(Layout(rest, spec.layout.partial, spec.layout.own))
+            spec = spec.with_layout(Layout(rest, spec.layout.partial, spec.layout.custom))
         self.spec = spec.with_dtype(dtype)
         self.unsharded_param: DistTensor = param
         self._times_renewed = 0  # how often ``p.data = x`` has been done
@@ -84,7 +84,7 @@ class FSDPParam:
 
     def set_unsharded(self, param: DistTensor) -> None:
         self.unsharded_param = as_parameter(param)
-        token.replaced[0] += 1  # modules will show another tensor
+        token.replacements[0] += 1  # modules will show another tensor
 
     def use_memory(self, memory: Tensor) -> None:
         """Makes ``memory`` the local of ``unsharded_param``."""
@@ -250,7 +250,9 @@ class FSDPParam:
         """Returns the gradient of ``sharded_param`` for gradients of ``grad_leaves``: a shard in
         the graph, pending over the axes that do not split it."""
         whole = self.unsharded_param
-        grad: Any = as_gradient(whole, *combined(whole, pieces)).to(self.sharded_param.dtype)
+        grad: Any = as_gradient(whole, *combine_gradients(whole, pieces)).to(
+            self.sharded_param.dtype
+        )
         partial = tuple((a, op) for a, op in grad.spec.layout.partial if a != self.axis)
         return resharded(
             grad, grad.spec.with_layout(Layout(self.sharded_param.spec.layout.dims, partial))

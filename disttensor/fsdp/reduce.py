@@ -22,21 +22,21 @@ from typing import Any
 import torch
 
 from disttensor.comm import collectives, objects
-from disttensor.comm.sums import BucketSlot, sums
+from disttensor.comm.sums import BucketSlot, start_sums
 from disttensor.comm.wire import factors
 from disttensor.comm.work import Work, finished
 from disttensor.core.layout import Axes
 from disttensor.fsdp.bucket import BucketLayout, pack
 from disttensor.fsdp.param import FSDPParam
-from disttensor.tensor.grad import reduced
-from disttensor.tensor.grad_slot import place_of
+from disttensor.tensor.grad import reduced_spec
+from disttensor.tensor.grad_slot import grad_memory_of
 from disttensor.tensor.reshard import resharded
 
 Tensor = torch.Tensor
-Steps = Generator[Work[Any], None, None]
+Reduction = Generator[Work[Any], None, None]
 
 
-def reductions(params: Sequence[FSDPParam], *, scatter: bool, last: bool) -> list[Steps]:
+def reductions(params: Sequence[FSDPParam], *, scatter: bool, last: bool) -> list[Reduction]:
     """Returns the reductions of the gradients of these parameters: one generator for all sharded
     ones, and one for each set of axes of others.
 
@@ -49,7 +49,7 @@ def reductions(params: Sequence[FSDPParam], *, scatter: bool, last: bool) -> lis
         if param.sharded_param.requires_grad:
             key = param.pending_axes(), param.axis, param.spec.dtype, param.reduce_dtype
             kinds.setdefault((*key, param.divisible), []).append(param)
-    out: list[Steps] = []
+    out: list[Reduction] = []
     together: dict[Any, list[tuple[Axes, list[FSDPParam]]]] = {}
     for (axes, axis, _, wire, divisible), members in kinds.items():
         if not axes:
@@ -74,7 +74,7 @@ def accumulate_in_graph(params: Sequence[FSDPParam], *, last: bool) -> None:
             group = param.spec.mesh.group(axes, "reduce")
             present = torch.tensor([float(bool(pieces))], device=param.sharded_param.device)
             collectives.all_reduce(present, "sum", group, inplace=True)
-            (count,) = objects.exchanged(present, [group.size * present.item()])
+            (count,) = objects.received_numbers(present, [group.size * present.item()])
             if 0 < count < group.size:
                 raise RuntimeError(
                     f"backward(create_graph=True): {group.size - count:.0f} of {group.size} ranks "
@@ -84,7 +84,9 @@ def accumulate_in_graph(params: Sequence[FSDPParam], *, last: bool) -> None:
         if pieces:
             with torch.enable_grad():
                 grad = param.gradient(pieces)
-                param.accumulate_in_graph(resharded(grad, reduced(grad.spec)) if last else grad)
+                param.accumulate_in_graph(
+                    resharded(grad, reduced_spec(grad.spec)) if last else grad
+                )
 
 
 def make_groups(params: Sequence[FSDPParam], *, scatter: bool) -> None:
@@ -97,9 +99,9 @@ def make_groups(params: Sequence[FSDPParam], *, scatter: bool) -> None:
         if param.axis is not None and scatter:
             rest = tuple(a for a in axes if a != param.axis)
             groups = [((param.axis,), "reduce"), (rest, "replicas")]
-        for over, lane in groups:
+        for over, purpose in groups:
             if over:
-                mesh.group(over, lane)
+                mesh.group(over, purpose)
 
 
 def _accumulate_complete(params: Sequence[FSDPParam]) -> list[Tensor | None]:
@@ -124,7 +126,7 @@ def _pop_grads(params: Sequence[FSDPParam]) -> tuple[list[Tensor], list[float]]:
     return [p.zeros() if g is None else g for p, g in zip(params, grads, strict=True)], present
 
 
-class _Bucket:
+class _ReduceBucket:
     """Parameters that wait on the same axes, in a reduction to shards over ``axis``.
 
     rest       the other axes, over which the shards are summed next
@@ -157,7 +159,7 @@ class _Bucket:
         counts = grads[0].new_tensor(self.present, dtype=dtype)
         return torch.cat([self.layout.pack_row(pieces, dtype), counts])
 
-    def reduce_replicas(self, row: Tensor) -> Steps:
+    def reduce_replicas(self, row: Tensor) -> Reduction:
         """Reduces [width], summed over the axis, to gradients of the parameters."""
         rows = self.layout.pieces(row[: self.layout.total], self.index)
         pieces = [p.from_rows(piece) for p, piece in zip(self.params, rows, strict=True)]
@@ -183,9 +185,9 @@ class _Bucket:
 @torch.no_grad()
 def _reduce_scatter(
     groups: Sequence[tuple[Axes, Sequence[FSDPParam]]], axis: int, last: bool, dtype: torch.dtype
-) -> Steps:
+) -> Reduction:
     """Runs one reduce-scatter over ``axis``; then reduces over each set of remaining axes."""
-    buckets = [_Bucket(params, axes, axis, last, dtype) for axes, params in groups]
+    buckets = [_ReduceBucket(params, axes, axis, last, dtype) for axes, params in groups]
     mesh = buckets[0].mesh
     widths = [bucket.width for bucket in buckets]
     wire = pack([(b.layout, b.grads, b.present) for b in buckets], dtype)
@@ -208,9 +210,9 @@ def _reduce_scatter(
 @torch.no_grad()
 def _slice(
     params: Sequence[FSDPParam], axes: Axes, axis: int, last: bool, dtype: torch.dtype
-) -> Steps:
+) -> Reduction:
     """Cuts gradients that are complete over ``axis``; then reduces over the other axes."""
-    bucket = _Bucket(params, axes, axis, last, dtype)
+    bucket = _ReduceBucket(params, axes, axis, last, dtype)
     row = bucket.own_row(dtype)
     # Yield to keep the order of the reductions that communicated.
     yield finished(row)
@@ -218,7 +220,7 @@ def _slice(
 
 
 @torch.no_grad()
-def _all_reduce(params: Sequence[FSDPParam], axes: Axes, dtype: torch.dtype) -> Steps:
+def _all_reduce(params: Sequence[FSDPParam], axes: Axes, dtype: torch.dtype) -> Reduction:
     """Reduces over all axes at once."""
     mesh = params[0].spec.mesh
     grads, present = _pop_grads(params)
@@ -227,8 +229,8 @@ def _all_reduce(params: Sequence[FSDPParam], axes: Axes, dtype: torch.dtype) -> 
     ]
     grads.append(grads[0].new_tensor(present, dtype=dtype))
     slots.append(BucketSlot(len(params), False))
-    places = [place_of(param.sharded_param) for param in params]
-    yield from sums(grads, slots, mesh.group(axes, "reduce"), dtype, places=places)
+    places = [grad_memory_of(param.sharded_param) for param in params]
+    yield from start_sums(grads, slots, mesh.group(axes, "reduce"), dtype, places=places)
     counts = grads.pop()
     pieces = [param.own_piece(total) for param, total in zip(params, grads, strict=True)]
     _accumulate(params, pieces, (), present, counts)
@@ -241,7 +243,7 @@ def _accumulate(
     present: Sequence[float],
     counts: Tensor,
 ) -> None:
-    found = present if all(present) else objects.exchanged(counts, present)
+    found = present if all(present) else objects.received_numbers(counts, present)
     for param, piece, count in zip(params, pieces, found, strict=True):
         if count:
             param.accumulate_grad(piece, axes)

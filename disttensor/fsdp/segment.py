@@ -60,7 +60,9 @@ class Segment:
             if self.is_on_mesh:
                 kinds.setdefault((param.spec.dtype, param.axis), []).append(param)
             else:
-                param.set_unsharded(execute.stand_in(param.spec, param.sharded_param.requires_grad))
+                param.set_unsharded(
+                    execute.off_mesh_leaf(param.spec, param.sharded_param.requires_grad)
+                )
         self.buffers: list[AllGatherBuffer] = []
         for (dtype, axis), members in kinds.items():
             mesh = members[0].spec.mesh

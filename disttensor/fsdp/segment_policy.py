@@ -21,7 +21,7 @@ from disttensor.fsdp.module_tree import (
     module_tree,
     segment_specs,
 )
-from disttensor.nn.names import known, matching
+from disttensor.nn.names import list_names, match_names
 
 MIB = 2**20
 
@@ -141,7 +141,7 @@ class _SegmentByNames(SegmentPolicy):
         for entry in self.patterns:
             found: dict[ModuleNode, None] = {}
             for pattern in _names_of(entry):
-                names = matching(pattern, by_name)
+                names = match_names(pattern, by_name)
                 if not names:
                     raise ValueError(f"segments: {_unknown(pattern, nodes)}")
                 found.update(dict.fromkeys(by_name[name] for name in names))
@@ -228,5 +228,5 @@ def _names_of(entry: Any) -> tuple[Any, ...]:
 def _unknown(name: str, nodes: list[ModuleNode]) -> str:
     there = [node.name for node in nodes if node.name and node.total]
     return f"{name!r} is no module of {type(nodes[0].module).__name__}; there are " + (
-        known(name, there) or "none with parameters inside it"
+        list_names(name, there) or "none with parameters inside it"
     )

@@ -26,16 +26,17 @@ def shard_accelerator(
 ) -> Any:
     """Gives an Accelerator a strategy, which ``prepare`` applies to models. Returns it.
 
-    It is made and used inside ``dt.integrations.one_process()``, on all ranks, with batches of the
-    global size: a prepared model deals them out. ``save_state``, ``load_state``, ``save_model`` and
-    ``get_state_dict`` use full values, which the first rank has and writes; all ranks call them.
+    The Accelerator is made and used inside ``dt.integrations.one_process()``, on all ranks, with
+    batches of the global size, which a prepared model splits. ``save_state``, ``load_state``,
+    ``save_model`` and ``get_state_dict`` use full values. The first rank has and writes these
+    values; all ranks make the calls.
 
     Args:
         accelerator: an accelerate.Accelerator.
-        strategy: how the processes are divided. ``accumulate_steps`` is that of the Accelerator.
+        strategy: how the processes are divided. The Accelerator sets ``accumulate_steps``.
         plan: as for ``Strategy.apply``. None: with ``tp``, the model's own plan, else
             ``dt.plans.megatron``.
-        layers: as for ``Strategy.apply``. None: with ``pp``, those of the model's pipeline plan.
+        layers: as for ``Strategy.apply``. None: with ``pp``, the model's pipeline plan.
 
     Returns:
         The Accelerator.
@@ -66,7 +67,7 @@ def shard_accelerator(
 
 
 class _Sharded:
-    """What an accelerator does in its own way. The other methods are those of its class."""
+    """The methods of an Accelerator that differ; the others are inherited from its class."""
 
     def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
         optimizers = [x for x in args if isinstance(x, torch.optim.Optimizer)]

@@ -35,7 +35,7 @@ def lightning_strategy(
     reads under any strategy.
 
     Args:
-        strategy: how the processes are divided. ``accumulate_steps`` is that of the Trainer.
+        strategy: how the processes are divided. The Trainer sets ``accumulate_steps``.
         plan: as for ``Strategy.apply``. None: with ``tp``, ``dt.plans.megatron``.
         layers: as for ``Strategy.apply``, for ``pp``.
 
@@ -59,8 +59,8 @@ def lightning_strategy(
 
 
 class _Sharded:
-    """What the strategy does in its own way. The other methods are those of one device. Its
-    ``global_rank`` is 0 on all ranks: it seeds the workers of loaders."""
+    """The methods of the strategy that differ; the others are inherited from the strategy of one
+    device. ``global_rank`` is 0 on all ranks: it seeds the workers of loaders."""
 
     @property
     def is_global_zero(self) -> bool:

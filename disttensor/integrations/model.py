@@ -28,8 +28,8 @@ from disttensor.tensor.values import broadcast_value
 
 Tensor = torch.Tensor
 T = TypeVar("T")
-# Styles of transformers' tensor-parallel plans -> the dims that they split. The other styles leave
-# tensors whole, or are those of experts and of fused matrices.
+# Styles of transformers' tensor-parallel plans -> the dims that they split. Other styles do not
+# split a tensor, or belong to experts and fused matrices.
 _BY_OUTPUT: dict[str, int | None] = {"weight": 0, "bias": 0}
 _BY_INPUT: dict[str, int | None] = {"weight": 1, "bias": None}
 STYLES = {

@@ -27,23 +27,23 @@ def from_pretrained(
     plan: Any = None,
     layers: Iterable[nn.Module | str] | None = None,
 ) -> Any:
-    """Returns a model under a strategy: of a folder or a name of the Hugging Face Hub, or a module.
+    """Returns a model under a strategy: from a folder, a name of the Hugging Face Hub, or a module.
 
-    For files, the class is that of their config. The model is made on the meta device and sharded;
-    then each rank reads its pieces of the safetensors files. If transformers converts the weights
-    of this model (renames or joins them), each rank loads the whole model on the CPU and keeps its
-    pieces. Regular tensors with the rows of a batch are split when the model is called. All ranks
-    make the call. ``generate`` works.
+    A model from files has the class that its config names. It is made on the meta device and
+    sharded; then each rank reads its pieces of the safetensors files. If transformers converts the
+    weights of this model (renames or joins them), each rank loads the whole model on the CPU and
+    keeps its pieces. Regular tensors with the rows of a batch are split when the model is called.
+    All ranks make the call. ``generate`` works.
 
     Args:
         model: a folder, a name of the Hub, or a module (of timm, torchvision, your own).
         strategy: a Strategy, or a transformers DistributedConfig (``tp_size``, ``fsdp_size``,
             ``dp_replicate_size``, ``pp_size``, ``tp_plan``). None: the one in the config of the
             model, else ``Strategy()``.
-        dtype: of the parameters. None: that of the config; of a module, its own.
-        plan: as for ``Strategy.apply``. None: with ``tp``, the model's own plan, and for what it
-            does not name, ``dt.plans.megatron``.
-        layers: as for ``Strategy.apply``. None: with ``pp``, those of the model's pipeline plan.
+        dtype: of the parameters. None: as in the config, or as in the module.
+        plan: as for ``Strategy.apply``. None: with ``tp``, the model's own plan, and
+            ``dt.plans.megatron`` for parameters that it does not name.
+        layers: as for ``Strategy.apply``. None: with ``pp``, the model's pipeline plan.
 
     Returns:
         The model, in eval mode if it is read from files.

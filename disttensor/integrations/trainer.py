@@ -1,4 +1,4 @@
-"""shard_trainer: the Trainer of transformers, and what extends it, under a Strategy."""
+"""shard_trainer: the Trainer of transformers, or a subclass, under a Strategy."""
 
 from __future__ import annotations
 
@@ -32,11 +32,10 @@ def shard_trainer(
 
     Args:
         trainer: a transformers.Trainer that has not trained yet.
-        strategy: how the processes are divided. ``accumulate_steps`` is that of the
-            TrainingArguments.
+        strategy: how the processes are divided. The TrainingArguments set ``accumulate_steps``.
         plan: as for ``Strategy.apply``. None: with ``tp``, the model's own plan, else
             ``dt.plans.megatron``.
-        layers: as for ``Strategy.apply``. None: with ``pp``, those of the model's pipeline plan.
+        layers: as for ``Strategy.apply``. None: with ``pp``, the model's pipeline plan.
 
     Returns:
         The trainer.
@@ -67,7 +66,7 @@ def shard_trainer(
 
 
 class _Sharded:
-    """What a trainer does in its own way. The other methods are those of its class."""
+    """The methods of a Trainer that differ; the others are inherited from its class."""
 
     strategy: Strategy
 

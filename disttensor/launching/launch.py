@@ -44,7 +44,7 @@ def launch(
             process has used CUDA or the system cannot fork, else "fork".
 
     Returns:
-        What ``fn`` returned on rank 0, 1, ...: picklable values. Tensors are copied. Return
+        The results of ``fn`` on rank 0, 1, ...: picklable values. Tensors are copied. Return
         ``x.full_tensor()`` or ``x.to_local()`` for a DistTensor ``x``.
 
     Raises:

@@ -21,6 +21,7 @@ from disttensor.tensor import views
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.tensor_meta import TensorMeta
 from disttensor.tensor.uses import invalidate
+from disttensor.torch_private import DataDependentOutput
 
 Tensor = torch.Tensor
 Function = Callable[..., Any]
@@ -28,21 +29,23 @@ Function = Callable[..., Any]
 _grad: Callable[[], bool] = torch.is_grad_enabled
 
 
-def stand_in(spec: DistSpec, requires_grad: bool = False) -> DistTensor:
+def off_mesh_leaf(spec: DistSpec, requires_grad: bool = False) -> DistTensor:
     """Returns a leaf of ``spec`` on a rank off its mesh."""
     device = spec.mesh.device
-    return wrap(token.leaf(device, spec.dtype) if requires_grad else token.detached(device), spec)
+    return wrap(
+        token.leaf(device, spec.dtype) if requires_grad else token.no_grad_token(device), spec
+    )
 
 
-def found_for(
+def metadata_of_results(
     func: Function, mesh: ProcessMesh, args: Sequence[Any], kwargs: Any
-) -> infer.Found | None:
+) -> infer.CallMetadata | None:
     """Returns the metadata of the results; None if the ranks of the mesh send it."""
     try:
-        return infer.found(func, args, kwargs or {})
+        return infer.infer_metadata(func, args, kwargs or {})
     except infer.Dynamic:
         return None
-    except infer.DataDependent:
+    except DataDependentOutput:
         raise RuntimeError(
             f"{name_of(func)} gives a Python value that depends on the data of a tensor on "
             f"{mesh!r}, which this rank is not in. Write with dt.values_everywhere(): around it, "
@@ -50,13 +53,14 @@ def found_for(
         ) from None
 
 
-def filled(
+def fill_results(
     result: Any, specs: Sequence[DistSpec], tensors: Sequence[Any], device: torch.device
 ) -> Any:
-    """Returns ``result`` with a new tensor of its spec for each Out, made from ``tensors``."""
+    """Returns ``result`` with a new tensor of its spec for each TensorResult, made from
+    ``tensors``."""
     joined: dict[Any, Tensor] = {}
 
-    def made(out: infer.Out) -> Any:
+    def made(out: infer.TensorResult) -> Any:
         spec = specs[out.number]
         if out.same is not None:
             given = tensors[out.same]
@@ -68,10 +72,14 @@ def filled(
             local = joined[out.sources] = token.join(locals_, device)
         new = wrap(local, spec)
         if out.viewed is not None and type(tensors[out.viewed]) is DistTensor:
-            views.share(new, tensors[out.viewed])
+            views.register_view(new, tensors[out.viewed])
         return new
 
-    return made(result) if type(result) is infer.Out else substitute(result, made, infer.Out)
+    return (
+        made(result)
+        if type(result) is infer.TensorResult
+        else substitute(result, made, infer.TensorResult)
+    )
 
 
 def refuse_plain(func: Function, mesh: ProcessMesh, tensors: list[Tensor]) -> None:
@@ -84,7 +92,7 @@ def refuse_plain(func: Function, mesh: ProcessMesh, tensors: list[Tensor]) -> No
             )
 
 
-def written(func: Function, target: Any, tensors: list[Any], mesh: ProcessMesh) -> None:
+def update_written(func: Function, target: Any, tensors: list[Any], mesh: ProcessMesh) -> None:
     """Makes the target of an in-place call, its views and its base depend on all inputs."""
     targets: list[Any] = collect(target, [])
     for t in targets:
@@ -104,9 +112,9 @@ def written(func: Function, target: Any, tensors: list[Any], mesh: ProcessMesh) 
             )
     into = token.join([t.local for t in tensors if type(t) is DistTensor], mesh.device)
     if into.requires_grad:
-        token.replaced[0] += 1
+        token.replacements[0] += 1
         for t in targets:
-            for member in views.family(t):
+            for member in views.aliases_of(t):
                 if member.spec.dtype.is_floating_point or member.spec.dtype.is_complex:
                     member.local = into
 

@@ -23,16 +23,14 @@ from disttensor.autograd.graph import nodes_of
 from disttensor.cache import Cache
 from disttensor.errors import name_of
 from disttensor.pytree import Uncacheable, collect, key_of_contents, rebuild, substitute
-from disttensor.torch_private import DataDependentOutput as DataDependent
 from disttensor.torch_private import (
+    DataDependentOutput,
     DynamicOutputShape,
     TorchDispatchMode,
     fake_mode,
     no_dispatch,
     storage_id,
 )
-
-__all__ = ["DataDependent", "Dynamic", "Found", "Out", "dynamic", "found"]
 
 Tensor = torch.Tensor
 
@@ -41,7 +39,7 @@ class Dynamic(Exception):
     """Raised if the shape of the result depends on data."""
 
 
-class Out(NamedTuple):
+class TensorResult(NamedTuple):
     """A tensor of the result. ``sources``: numbers of the tensor arguments on which it depends;
     ``same``: the argument that it is; ``viewed``: the argument whose memory it shares."""
 
@@ -53,16 +51,16 @@ class Out(NamedTuple):
     viewed: int | None
 
 
-class Found(NamedTuple):
-    """``result``: the return value of the call, with an Out for each tensor; ``outs``: these in
-    order."""
+class CallMetadata(NamedTuple):
+    """``result``: the return value of the call, with a TensorResult for each tensor;
+    ``outs``: these in order."""
 
     result: Any
-    outs: list[Out]
+    outs: list[TensorResult]
     draws: bool
 
 
-class _Seeded(TorchDispatchMode):
+class _DrawDetector(TorchDispatchMode):
     """Detects whether a call draws random numbers. ``alone``: modes below it are disabled."""
 
     drew = False
@@ -90,7 +88,9 @@ _MASKS = (torch.bool, torch.uint8)
 _INDEXING = (Tensor.__getitem__, Tensor.__setitem__)
 
 
-def found(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Found:
+def infer_metadata(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> CallMetadata:
     """Runs ``func`` on fakes of the tensors in ``args`` and ``kwargs`` (anything with shape, dtype
     and device).
 
@@ -109,7 +109,7 @@ def found(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
     return known
 
 
-_known: Cache[Any, Found] = Cache(4096, lasting=True)
+_known: Cache[Any, CallMetadata] = Cache(4096, lasting=True)
 
 
 def _key(x: Tensor) -> Any:
@@ -131,7 +131,7 @@ def _around() -> tuple[Any, ...]:
     return torch.get_default_dtype(), *casts
 
 
-def _find(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Found:
+def _find(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> CallMetadata:
     tensors = collect((tuple(args), kwargs), [])
     every = [i for i, t in enumerate(tensors) if t.dtype.is_floating_point or t.dtype.is_complex]
     if _on_meta(func, args, kwargs, tensors):
@@ -141,7 +141,7 @@ def _find(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
                 return known
     try:
         return _run(func, args, kwargs, every)
-    except DataDependent:
+    except DataDependentOutput:
         if named_dynamic(func) or by_mask(func, args):  # reads data for the shape, as one_hot
             raise Dynamic(name_of(func)) from None
         raise
@@ -200,9 +200,9 @@ def _hidden() -> Any:
 def _run(
     func: Any, args: Sequence[Any], kwargs: dict[str, Any], needing: Sequence[int],
     on_meta: bool = False,
-) -> Found:  # fmt: skip
+) -> CallMetadata:  # fmt: skip
     """Runs ``func`` on fakes. ``needing``: the numbers of the tensors that require grad."""
-    seeded = _Seeded(alone=on_meta)
+    seeded = _DrawDetector(alone=on_meta)
     leaves: list[Tensor] = []
     fakes: list[Tensor] = []
 
@@ -232,7 +232,7 @@ def _run(
             result = func(*call[0], **call[1])
     except DynamicOutputShape:
         raise Dynamic(name_of(func)) from None
-    outs: list[Out] = []
+    outs: list[TensorResult] = []
     owners = {storage_id(t.untyped_storage()): i for i, t in reversed(list(enumerate(fakes)))}
 
     def describe(value: Any) -> Any:
@@ -241,7 +241,7 @@ def _run(
             if any(not isinstance(n, int) for n in value.shape):
                 raise Dynamic(name_of(func))
             outs.append(
-                Out(
+                TensorResult(
                     len(outs),
                     value.shape,
                     value.dtype,
@@ -257,7 +257,7 @@ def _run(
             raise _Other
         return value
 
-    return Found(describe(result), outs, seeded.drew)
+    return CallMetadata(describe(result), outs, seeded.drew)
 
 
 def _reached(value: Tensor, leaves: list[Tensor]) -> tuple[int, ...]:
@@ -276,13 +276,13 @@ def by_mask(func: Callable[..., Any], args: Sequence[Any]) -> bool:
     return name == "getitem" and any(t.dtype in _MASKS for t in collect(args[1:], []))
 
 
-def dynamic(func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> bool:
+def is_dynamic(func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> bool:
     """Returns True if the shape of the result depends on data. Only functions with certain names
     are run, as a run costs time."""
     if not by_mask(func, args) and not named_dynamic(func):
         return False
     try:
-        found(func, args, kwargs or {})
+        infer_metadata(func, args, kwargs or {})
     except Dynamic:
         return True
     except Exception:

@@ -28,12 +28,12 @@ def on_the_whole(original: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(tensor, DistTensor):
             return original(tensor, *args, **kwargs)
         if not tensor.is_initialized:
-            if infer.found(original, (tensor, *args), kwargs).draws:
+            if infer.infer_metadata(original, (tensor, *args), kwargs).draws:
                 state.draw(tensor.spec.mesh, "fast")
             return tensor
         full = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         with torch.no_grad():
-            with state.forked(tensor.spec.mesh):
+            with state.fork_generators(tensor.spec.mesh):
                 original(full, *args, **kwargs)
             tensor.copy_(full)
         return tensor
@@ -55,7 +55,7 @@ def by_position(original: Callable[..., Any]) -> Callable[..., Any]:
         this = state.draw(spec.mesh, "invariant", generator)
         if not tensor.is_initialized:
             return tensor
-        spec = spec.with_layout(Layout(spec.layout.dims, own=spec.layout.own))
+        spec = spec.with_layout(Layout(spec.layout.dims, custom=spec.layout.custom))
         numbers = this.numbers(
             "truncated_normal", spec, spec.dtype, tensor.local.device,
             mean=mean, std=std, low=a, high=b,

@@ -17,7 +17,7 @@ def has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def matching(pattern: str, names: Collection[str]) -> list[str]:
+def match_names(pattern: str, names: Collection[str]) -> list[str]:
     """Returns the ``names`` that match ``pattern``: the name itself, else the matches of a glob by
     parts, in which ``*`` matches one part or some of it."""
     if pattern in names:
@@ -32,7 +32,7 @@ def find_modules(root: nn.Module, pattern: str, where: str) -> list[tuple[str, n
     Raises ValueError, which begins with ``where``, if there is none."""
     modules = {name: module for name, module in root.named_modules() if name}
     found: list[tuple[str, nn.Module]] = []
-    for name in matching(pattern, modules):
+    for name in match_names(pattern, modules):
         if isinstance(modules[name], nn.ModuleList) and not has_forward(modules[name]):
             found += [(f"{name}.{key}", m) for key, m in modules[name].named_children()]
         else:
@@ -40,7 +40,7 @@ def find_modules(root: nn.Module, pattern: str, where: str) -> list[tuple[str, n
     if not found:
         raise ValueError(
             f"{where}{pattern!r} matches no module of {type(root).__name__}; there are "
-            f"{known(pattern, modules)}"
+            f"{list_names(pattern, modules)}"
         )
     return found
 
@@ -63,7 +63,7 @@ def close_to(name: Any, names: Iterable[str], most: int = 3) -> list[str]:
     return get_close_matches(str(name), list(names), most, 0.5)
 
 
-def known(name: str, names: Collection[str], most: int = 8) -> str:
+def list_names(name: str, names: Collection[str], most: int = 8) -> str:
     """Lists ``names`` for an error about an unknown ``name``: similar names first."""
     shown = list(dict.fromkeys([*close_to(name, names), *names]))[:most]
     return ", ".join(shown) + (", ..." if len(names) > most else "")

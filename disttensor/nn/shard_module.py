@@ -17,7 +17,7 @@ from disttensor.core.placement import Placement, Replicate
 from disttensor.core.spec import DistSpec
 from disttensor.experts import expert_modules
 from disttensor.meta import execute
-from disttensor.nn.names import covers, known
+from disttensor.nn.names import covers, list_names
 from disttensor.nn.parameters import Slot, slots
 from disttensor.nn.torch_styles import is_style, placements_of, splits
 from disttensor.progress import bar
@@ -190,7 +190,7 @@ def _place(value: torch.Tensor, mesh: ProcessMesh, placements: Sequence[Placemen
     )
     spec = DistSpec(mesh, layout, value.shape, value.dtype)
     if mesh.coordinate is None:
-        out: Any = execute.stand_in(spec, value.requires_grad)
+        out: Any = execute.off_mesh_leaf(spec, value.requires_grad)
     elif value.is_meta:
         local = torch.empty(spec.local_shape, dtype=value.dtype, device=mesh.device)
         out = wrap(local.requires_grad_(value.requires_grad), spec)
@@ -232,7 +232,7 @@ def _choose(
             if not hits:
                 raise ValueError(
                     f"shard_module: {pattern!r} matches no parameter, buffer or module; there are "
-                    f"{known(str(pattern), tensors)}"
+                    f"{list_names(str(pattern), tensors)}"
                 )
             several = any(tensors[name].ndim for name in hits)
             for name in hits:

@@ -133,7 +133,7 @@ class _Proposer:
         return "not recognized as a part of attention, MLP or vocabulary"
 
     def _set(self, layer: Linear, split: str, why: str) -> None:
-        """split: "out", "into" or "" (whole)."""
+        """Sets the placements of a layer. ``split``: "out", "into" or "" (whole)."""
         dim = {"out": layer.out, "into": layer.into, "": None}[split]
         self.taken.add(layer.name)
         self.dims[f"{layer.name}.weight"] = dim, why
@@ -145,8 +145,8 @@ class _Proposer:
             )
 
     def _within(self, name: str, depth: int) -> Iterator[tuple[str, Linear]]:
-        """(name from here, layer) of the layers without a role, at most ``depth`` levels down: one
-        or two."""
+        """Returns (name from here, layer) of the layers without a role, at most ``depth`` levels
+        down."""
         for rest, layer in self.below.get(name, ()):
             if layer.name not in self.taken and rest.count(".") < depth:
                 yield rest, layer

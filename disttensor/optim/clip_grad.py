@@ -89,13 +89,13 @@ def by_mesh(params: Iterable[Tensor]) -> Shares:
     return shares
 
 
-def everywhere(meshes: Iterable[ProcessMesh]) -> bool:
+def all_ranks_in(meshes: Iterable[ProcessMesh]) -> bool:
     """Returns True if every rank of the world is in each mesh."""
     size = collectives.world()[1]
     return all(mesh.root.size == size for mesh in meshes)
 
 
-def split_by(mesh: ProcessMesh, params: Iterable[Tensor]) -> Axes:
+def splitting_axes(mesh: ProcessMesh, params: Iterable[Tensor]) -> Axes:
     """Returns the axes of ``mesh`` that split some of these parameters, or their gradients."""
     found: set[int] = set()
     for p in params:
@@ -105,13 +105,13 @@ def split_by(mesh: ProcessMesh, params: Iterable[Tensor]) -> Axes:
     return tuple(a for a in sorted(found) if mesh.shape[a] > 1)
 
 
-def meeting(shares: Shares) -> collectives.Group | None:
+def group_of_norm(shares: Shares) -> collectives.Group | None:
     """Returns the group of ranks that must exchange numbers to compute the global ones; None: each
     rank has them already."""
     meshes = [mesh for mesh in shares if mesh is not None]
-    if not everywhere(meshes) or None in shares:
+    if not all_ranks_in(meshes) or None in shares:
         return collectives.world_group()
-    split = {mesh: split_by(mesh, shares[mesh]) for mesh in meshes}
+    split = {mesh: splitting_axes(mesh, shares[mesh]) for mesh in meshes}
     if not any(split.values()):
         return None
     mesh = meshes[0]
@@ -121,7 +121,7 @@ def meeting(shares: Shares) -> collectives.Group | None:
     return collectives.world_group()
 
 
-def brings_in(mesh: ProcessMesh, split: frozenset[int], among: Sequence[int]) -> bool:
+def is_first_holder(mesh: ProcessMesh, split: frozenset[int], among: Sequence[int]) -> bool:
     """Returns True if this rank is the first ``among`` the ranks that hold the same piece of a
     tensor ``split`` by these axes."""
     alike = [a for a in range(mesh.ndim) if a not in split]
@@ -135,7 +135,7 @@ def brings_in(mesh: ProcessMesh, split: frozenset[int], among: Sequence[int]) ->
 
 def _norm(shares: Shares, order: float, foreach: bool | None) -> Tensor:
     """Returns the norm of all gradients, computed as in torch: the norm of the norms of each."""
-    group = meeting(shares)
+    group = group_of_norm(shares)
     meshes = [mesh for mesh in shares if mesh is not None]
     device = meshes[0].device
     pieces, number, flags = _mine(shares, group)
@@ -150,9 +150,11 @@ def _norm(shares: Shares, order: float, foreach: bool | None) -> Tensor:
             torch.cat([found, others]), "max" if largest else "sum", group
         )
         found, others = found.split([len(found) - len(mine), len(mine)])
-        if None in shares or not everywhere(meshes):  # else each rank knows
+        if None in shares or not all_ranks_in(meshes):  # else each rank knows
             n = 1 if largest else group.size
-            *flags, one, other = objects.exchanged(others, [*flags, *(n * m for m in mine[-2:])])
+            *flags, one, other = objects.received_numbers(
+                others, [*flags, *(n * m for m in mine[-2:])]
+            )
             _check_alike(one + other == 0 if largest else one**2 == n * other, meshes)
     dtype = _dtype(shares, flags)
     return _total(found, order).to(dtype) if dtype else torch.tensor(0.0, device=device)
@@ -193,7 +195,7 @@ def _mine(
         for i, g in held.items():
             local, split = (g, None) if mesh is None else (g.local, g.spec.on_root().layout.sharded)
             if mesh is not None and split is not None and split not in bring:
-                bring[split] = brings_in(mesh, split, among)
+                bring[split] = is_first_holder(mesh, split, among)
             if bring[split]:
                 pieces.append(local)
                 number.append(i)

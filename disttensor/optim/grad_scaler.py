@@ -15,7 +15,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 
 from disttensor.comm import collectives, objects
-from disttensor.optim.clip_grad import by_mesh, meeting
+from disttensor.optim.clip_grad import by_mesh, group_of_norm
 from disttensor.optim.step_hooks import check_fresh
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.grad_sync import sync_gradients
@@ -92,7 +92,7 @@ def deciding_together(original: Unscale) -> Unscale:
         except ValueError as error:  # other ranks may have nothing to refuse, and wait for this one
             refused = error
             found.fill_(1.0)
-        group = collectives.world_group() if whole else meeting(by_mesh(params))
+        group = collectives.world_group() if whole else group_of_norm(by_mesh(params))
         if group is not None:
             found = collectives.all_reduce(found, "max", group)
         if refused is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ class Degrees(NamedTuple):
         return math.prod(self)
 
     @property
-    def busy(self) -> tuple[str, ...]:
+    def nontrivial_axes(self) -> tuple[str, ...]:
         """Returns the axes of a stage that have more than one process."""
         return tuple(axis for axis in STAGE_AXES if getattr(self, axis) > 1)
 
@@ -37,11 +38,17 @@ class Degrees(NamedTuple):
 
 
 class GroupSpec(NamedTuple):
-    """A communicator: its ranks in mesh order, its mesh axes, and its lane ("": of operations)."""
+    """A communicator: its ranks in mesh order, its mesh axes, and its purpose ("": operations)."""
 
     ranks: tuple[int, ...]
     axes: tuple[str, ...]
-    lane: str
+    purpose: str
+
+    @property
+    def lane(self) -> str:
+        """The old name of ``purpose``."""
+        warnings.warn("GroupSpec.lane is now purpose", DeprecationWarning, stacklevel=2)
+        return self.purpose
 
 
 def product_of(sizes: Mapping[str, int | None]) -> str:
@@ -136,21 +143,21 @@ def groups(degrees: Degrees) -> list[GroupSpec]:
 
     For each stage: all sets of axes that have more than one process, the small sets first; a
     gradient may be pending on any of them, and a loss is summed over all. Then communicators for
-    collectives that overlap with the model's: lane "gather" for parameters, over ``sharding``; lane
-    "reduce" for gradients, over the same sets again; lane "replicas" for shards that are summed
-    after.
+    collectives that overlap with the model's, by purpose: "gather" for parameters, over
+    ``sharding``; "reduce" for gradients, over the same sets again; "replicas" for shards that are
+    summed after.
     """
-    busy = degrees.busy
-    sets = [axes for n in range(1, len(busy) + 1) for axes in itertools.combinations(busy, n)]
+    axes = degrees.nontrivial_axes
+    sets = [subset for n in range(1, len(axes) + 1) for subset in itertools.combinations(axes, n)]
     kinds = [
-        *[(axes, "") for axes in sets],
-        *[(axes, "gather") for axes in sets if axes == ("sharding",)],
-        *[(axes, "reduce") for axes in sets],
-        *[(axes, "replicas") for axes in sets if "sharding" in busy and "sharding" not in axes],
+        *[(s, "") for s in sets],
+        *[(s, "gather") for s in sets if s == ("sharding",)],
+        *[(s, "reduce") for s in sets],
+        *[(s, "replicas") for s in sets if "sharding" in axes and "sharding" not in s],
     ]
     return [
-        GroupSpec(ranks, axes, lane)
+        GroupSpec(ranks, over, purpose)
         for stage in range(degrees.pp)
-        for axes, lane in kinds
-        for ranks in ranks_over(degrees, stage, axes)
+        for over, purpose in kinds
+        for ranks in ranks_over(degrees, stage, over)
     ]

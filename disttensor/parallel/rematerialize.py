@@ -28,7 +28,7 @@ class Recomputed(InstanceForward):
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
-def chosen(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+def modules_to_recompute(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
     """Returns the modules that match ``names`` (or globs); for a ModuleList, its elements. Raises
     ValueError for a name without a match, and for modules that cannot be wrapped."""
     found: dict[int, tuple[str, nn.Module]] = {}

@@ -28,10 +28,10 @@ from disttensor.optim.grad_scaler import shard_scaler
 from disttensor.parallel import degrees as _degrees
 from disttensor.parallel.degrees import AXES, STAGE_AXES, Degrees, GroupSpec
 from disttensor.parallel.rebind_optimizer import Maker, Optimizer, check_optimizer, rebind
-from disttensor.parallel.rematerialize import chosen, recompute
+from disttensor.parallel.rematerialize import modules_to_recompute, recompute
 from disttensor.parallel.sharding_configs import strategy_fields
-from disttensor.pipeline.partition import chosen as layers_of
-from disttensor.pipeline.partition import deal
+from disttensor.pipeline.partition import assign_layers
+from disttensor.pipeline.partition import named_layers as layers_of
 from disttensor.pipeline.schedules import NAMES as SCHEDULES
 from ops.nn.attention_policy import POLICIES, policy
 
@@ -205,7 +205,7 @@ class Strategy:
         """Returns the communicators that ``apply`` creates, on all ranks in one order.
 
         >>> dt.Strategy(tp=2).groups(world=4)[0]
-        GroupSpec(ranks=(0, 2), axes=('dp',), lane='')
+        GroupSpec(ranks=(0, 2), axes=('dp',), purpose='')
         """
         return _degrees.groups(self.degrees(world))
 
@@ -258,7 +258,7 @@ class Strategy:
                 f"Strategy.apply: parameter {waiting[0]!r} has a gradient, which would be lost: "
                 "zero_grad() first"
             )
-        recomputed = chosen(model, self.recompute)
+        recomputed = modules_to_recompute(model, self.recompute)
         if self.segments is not None:
             segments_of(model, self.segments)
         pp, options = self.degrees().pp, {"counts": counts, "balance": balance, "sample": sample}
@@ -317,7 +317,7 @@ class Strategy:
                     f"Strategy.apply: {counts=}, {balance=} and sample say how layers are dealt "
                     "out: give layers="
                 )
-            deal(layers_of(model, model)[1], order, counts, balance, model, sample)
+            assign_layers(layers_of(model, model)[1], order, counts, balance, model, sample)
 
     def _shard_data_parallel(
         self, model: nn.Module, mesh: ProcessMesh | None, segments: Segments | None
@@ -342,14 +342,14 @@ class Strategy:
         )
 
     def accumulate(self, model: nn.Module, micro_batch: int) -> AbstractContextManager[Any]:
-        """A context for each micro-batch: replicas are summed only after the last one."""
+        """Returns a context for each micro-batch: replicas are summed only after the last one."""
         check_int("Strategy.accumulate: micro_batch", micro_batch, 0)
         return accumulate(model, last=(micro_batch + 1) % self.accumulate_steps == 0)
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """A context for a forward and its loss: torch.autocast to the dtype of ``amp`` (unchanged
-        without ``amp``), and ``dt.attention.policy(attention)``.
+        """Returns a context for a forward and its loss: torch.autocast to the dtype of ``amp``
+        (unchanged without ``amp``), and ``dt.attention.policy(attention)``.
 
         >>> with dt.Strategy(amp="bf16").autocast():
         ...     (torch.ones(2, 2) @ torch.ones(2, 2)).dtype

@@ -48,7 +48,7 @@ def on_the_whole_world(original: Function) -> Function:
     def get_total_norm(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         for t in tensors:
-            if isinstance(t, DistTensor) and not clip_grad.everywhere([t.spec.mesh]):
+            if isinstance(t, DistTensor) and not clip_grad.all_ranks_in([t.spec.mesh]):
                 raise RuntimeError(
                     f"get_total_norm: a tensor on {t.spec.mesh!r}, which is not the whole world of "
                     f"{collectives.world()[1]} ranks: the norm would be that of one mesh, and "

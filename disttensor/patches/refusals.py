@@ -31,13 +31,14 @@ def refusing(check: Callable[..., None]) -> Callable[[Any], Any]:
 
 @refusing
 def data_parallel(self: Any, module: Any = None, *_: Any, **__: Any) -> None:
-    """DistributedDataParallel and FSDP: they take pieces for replicas, or cut them again."""
+    """Refuses DistributedDataParallel and FSDP: they take pieces for replicas, or cut them
+    again."""
     _check_parameters(module, type(self).__name__)
 
 
 @refusing
 def fully_shard(module: Any = None, *_: Any, **__: Any) -> None:
-    """torch's fully_shard, of one module or several."""
+    """Refuses torch's fully_shard, of one module or several."""
     for each in module if isinstance(module, (list, tuple)) else [module]:
         _check_parameters(each, "fully_shard")
 
@@ -56,7 +57,7 @@ def _check_parameters(module: Any, name: str) -> None:
 
 @refusing
 def flex_attention(*args: Any, **kwargs: Any) -> None:
-    """flex_attention compiles its query, key and value."""
+    """Refuses flex_attention, which compiles its query, key and value."""
     for x in (*args, *kwargs.values()):
         if isinstance(x, DistTensor):
             raise TypeError(
@@ -71,7 +72,7 @@ def flex_attention(*args: Any, **kwargs: Any) -> None:
 
 @refusing
 def jiterator(self: Any, *tensors: Any, **_: Any) -> None:
-    """A function of torch.cuda.jiterator reads the memory of its arguments."""
+    """Refuses functions of torch.cuda.jiterator, which read the memory of their arguments."""
     for x in tensors:
         if isinstance(x, DistTensor):
             raise TypeError(
@@ -83,8 +84,8 @@ def jiterator(self: Any, *tensors: Any, **_: Any) -> None:
 
 @refusing
 def backward_hook(self: Any, args: Any, result: Any, grad_fn: Any) -> None:
-    """Torch puts hooks of ``register_backward_hook`` on the node of a module's result: for a
-    DistTensor this is the node of this rank's piece."""
+    """Refuses ``register_backward_hook``: torch puts its hooks on the node of a module's result,
+    which is the node of this rank's piece."""
     found = [x for x in collect((args, result), []) if isinstance(x, DistTensor)]
     if found:
         raise NotImplementedError(
@@ -96,8 +97,8 @@ def backward_hook(self: Any, args: Any, result: Any, grad_fn: Any) -> None:
 
 @refusing
 def save_pretrained(self: Any, *_: Any, state_dict: Any = None, **__: Any) -> None:
-    """transformers' save_pretrained writes the memory of rank 0. Replicated values are written, and
-    those of a ``state_dict`` of regular tensors."""
+    """Refuses transformers' save_pretrained, which writes the memory of rank 0. It may write
+    replicated values, or a ``state_dict`` of regular tensors."""
     if state_dict is not None and not collect(state_dict, [], DistTensor):
         return
     for slot in slots(self):

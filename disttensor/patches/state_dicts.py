@@ -15,10 +15,10 @@ from disttensor.comm import objects
 from disttensor.core.mesh import ProcessMesh
 from disttensor.meta import execute
 from disttensor.pytree import substitute
-from disttensor.tensor.checkpointable import settled
+from disttensor.tensor.checkpointable import spec_of_boxes
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.reshard import resharded
-from disttensor.tensor.tensor_meta import described
+from disttensor.tensor.tensor_meta import describe_tensors
 from disttensor.tensor.values import broadcast_value
 
 
@@ -44,7 +44,7 @@ def staged(x: DistTensor, copied: Any) -> DistTensor:
     """Returns x with ``copied`` of its local. A pending value is reduced first: the copy is written
     in another thread, which cannot communicate."""
     with torch.no_grad():
-        x = resharded(x.detach(), settled(x.spec))
+        x = resharded(x.detach(), spec_of_boxes(x.spec))
         return wrap(copied(x.local) if x.is_initialized else x.local, x.spec)
 
 
@@ -99,7 +99,9 @@ def known_everywhere(original: Any) -> Any:
                     theirs = objects.recv_object(mesh.root.ranks, mesh.device)
                     state.update(execute.wrap_received(theirs, mesh, (), None))
                 else:
-                    ours = {i: substitute(state[i], described) for i in numbers if i in state}
+                    ours = {
+                        i: substitute(state[i], describe_tensors) for i in numbers if i in state
+                    }
                     objects.send_object(ours, mesh.root.ranks, mesh.device)
             state_dict["state"] = dict(sorted(state.items()))
             return state_dict
@@ -120,6 +122,6 @@ def _by_mesh(optimizer: torch.optim.Optimizer) -> Iterator[tuple[ProcessMesh, li
     same order on all ranks."""
     found: dict[ProcessMesh, list[int]] = {}
     for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-        if isinstance(p, DistTensor) and objects.others(p.spec.mesh.root.ranks):
+        if isinstance(p, DistTensor) and objects.other_ranks(p.spec.mesh.root.ranks):
             found.setdefault(p.spec.mesh, []).append(i)
     return iter(found.items())

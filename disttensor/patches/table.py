@@ -115,8 +115,7 @@ def tracing(name: str) -> Callable[[str], Undo]:
 
 def _step_hook(what: str) -> Undo:
     handle = register_optimizer_step_pre_hook(step_hooks.before_step)
-    undo: Undo = handle.remove
-    return undo
+    return handle.remove
 
 
 def _safe_to_load(what: str) -> Undo:

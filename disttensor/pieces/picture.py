@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from disttensor.comm.process_group import world
-from disttensor.core.layout import Axes, Range, Ranges, Shape, chunk, dealt
+from disttensor.core.layout import Axes, Range, Ranges, Shape, balanced_ranges, chunk
 from disttensor.core.placement import Balanced, Partial, Replicate, Shard
 from disttensor.core.spec import DistSpec
 from disttensor.pieces.names import listed, span
@@ -44,7 +44,7 @@ def pieces_of(spec: DistSpec) -> tuple[list[PieceOnRanks], tuple[int, ...]]:
     """Returns the pieces in the order of their offsets, and the ranks that hold no element."""
     found: dict[Ranges, list[int]] = {}
     empty, mesh = [], spec.mesh
-    balanced = {a for a, p in spec.layout.own if isinstance(p, Balanced)}
+    balanced = {a for a, p in spec.layout.custom if isinstance(p, Balanced)}
     for rank, place in zip(mesh.ranks, mesh.coordinates(), strict=True):
         by_dim = [
             _ranges(size, axes, balanced, mesh.shape, place)
@@ -71,7 +71,7 @@ def _ranges(size: int, axes: Axes, balanced: set[int], sizes: Shape, place: Shap
     for axis in axes:
         length, parts, index = sum(b - a for a, b in held), sizes[axis], place[axis]
         if axis in balanced:
-            wanted = dealt(length, index, parts)
+            wanted = balanced_ranges(length, index, parts)
         else:
             start, count = chunk(length, parts, index)
             wanted = ((start, start + count),)

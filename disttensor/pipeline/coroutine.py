@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from disttensor.autograd.starts import own_count
+from disttensor.autograd.starts import number_own_nodes
 from disttensor.torch_private import dispatch_modes
 
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
@@ -99,7 +99,7 @@ class _Worker(threading.Thread):
         worker._ready.release()
 
     def run(self) -> None:
-        own_count()
+        number_own_nodes()
         while True:
             self._ready.acquire()
             assert self._job is not None

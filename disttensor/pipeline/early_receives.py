@@ -47,7 +47,7 @@ class EarlyReceives:
         after = then.channel, p2p.transfers(then.channel)
         posted = self.posted[then.number] = []
         for src, dst, tag in one.graph.first_receives:
-            posted += post_early_receives(src, dst, p2p.moved_tag(tag, before, after))
+            posted += post_early_receives(src, dst, p2p.tag_in_channel(tag, before, after))
 
 
 def kind_of(batch: Any) -> Any:

@@ -25,7 +25,7 @@ from disttensor.autograd import activation_checkpoint, token
 from disttensor.autograd.graph import nodes_of
 from disttensor.autograd.joined_backward import one_backward
 from disttensor.autograd.split_backward import REGION, SplitBackward
-from disttensor.autograd.starts import graph_of, node_count
+from disttensor.autograd.starts import count_of_graphs, node_count
 from disttensor.comm import p2p
 from disttensor.comm.process_group import is_nccl
 from disttensor.comm.work import Work
@@ -281,7 +281,7 @@ class MicroBatchGraph:
 
     def close(self) -> None:
         """Drops posted receives after an error: their messages may never arrive."""
-        with p2p.abandoning():
+        with p2p.abandon_receives():
             for t in self.transfers:
                 t.arrival = None
 
@@ -308,7 +308,7 @@ class MicroBatchGraph:
                 grads.append(t.wait_for_grad(self.waiting))
             self.visits[number].state = VisitState.DONE
             # The graph of an earlier visit of the same mesh holds the nodes that this visit read.
-            with graph_of(self._graph):
+            with count_of_graphs(self._graph):
                 if roots and defer_weights:
                     self._backward_input(number, roots, grads)
                 elif roots:
@@ -320,24 +320,26 @@ class MicroBatchGraph:
     def _backward_input(self, number: int, roots: list[Tensor], grads: list[Tensor]) -> None:
         visit = self.visits[number]
 
-        def own(node: Any) -> bool:
+        def is_own_node(node: Any) -> bool:
             return node_number(node) >= visit.begin
 
-        def whole(node: Any) -> str:
+        def keep_whole(node: Any) -> str:
             number = node_number(node)
             if any(a <= number < b for a, b in self._regions):
                 return REGION
-            return "" if own(node) else "made of what an earlier visit computed"
+            return "" if is_own_node(node) else "made of what an earlier visit computed"
 
-        split = SplitBackward(roots, grads, whole=whole, own=own, engine=run_given)
-        if split.at_once:
-            warn_unsplit(split.at_once, self.rank_stage())
+        split = SplitBackward(
+            roots, grads, keep_whole=keep_whole, is_own_node=is_own_node, engine=run_given
+        )
+        if split.unsplit:
+            warn_unsplit(split.unsplit, self.rank_stage())
         visit.backward_input(split, retain_graph=number > 0)
 
     def backward_weight(self, first: int, last: int) -> bool:
         """Computes the gradients of weights that ``backward`` of these visits deferred. Returns
         False if there are none."""
-        with graph_of(self._graph), one_backward():
+        with count_of_graphs(self._graph), one_backward():
             visits = reversed(self.visits[first : last + 1])
             return sum(visit.backward_weight() for visit in visits) > 0
 

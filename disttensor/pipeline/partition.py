@@ -17,7 +17,7 @@ from disttensor.tensor.dist_tensor import DistTensor
 Layers = list[tuple[str, nn.Module]]
 
 
-def chosen(
+def named_layers(
     modules: nn.Module | str | Iterable[nn.Module | str], of: nn.Module | None
 ) -> tuple[nn.Module, Layers]:
     """Returns the module in which names count, and (name, layer) in order. Raises as ``split``."""
@@ -85,7 +85,7 @@ def _check_layers(layers: Layers) -> None:
                 )
 
 
-def deal(
+def assign_layers(
     layers: Layers,
     stages: Sequence[ProcessMesh],
     counts: Sequence[int] | None = None,
@@ -128,11 +128,11 @@ def deal(
             "Name smaller parts of the model, or give fewer stages"
         )
     if balance is not None:
-        return balanced(layers, number, balance, of, sample)
+        return balance_layers(layers, number, balance, of, sample)
     return [count // number + (stage < count % number) for stage in range(number)]
 
 
-def balanced(
+def balance_layers(
     layers: Layers, number: int, balance: Balance = "parameters", of: nn.Module | None = None,
     sample: Any = None,
 ) -> list[int]:  # fmt: skip

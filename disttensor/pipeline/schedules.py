@@ -10,7 +10,7 @@ from disttensor.checks import check_int, check_sequence
 from disttensor.core.mesh import ProcessMesh, as_mesh
 from disttensor.pipeline.action import Action
 from disttensor.pipeline.schedule import Schedule
-from disttensor.pipeline.steady import interleaved, mixed, sizes
+from disttensor.pipeline.steady import interleaved, mixed, one_visit, sizes
 from disttensor.pipeline.zero_bubble import dualpipev, interleaved_zero_bubble, zbv, zero_bubble
 
 Maker = Callable[[int, int, int], Schedule]
@@ -37,14 +37,8 @@ def one_f_one_b(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
     >>> pipeline.one_f_one_b(2, 3)
     Schedule(['F0 F1 B0 F2 B1 B2', 'F0 B0 F1 B1 F2 B2'])
     """
-    sizes(stages, micro_batches, chunks)
-    if chunks != 1:
-        raise ValueError(
-            f"'1f1b' visits each stage once, and chunks={chunks}: use 'interleaved_1f1b' or 'gpipe'"
-        )
-    forwards = [Action("F", m) for m in range(micro_batches)]
-    backwards = [Action("B", m) for m in range(micro_batches)]
-    return Schedule([mixed(forwards, backwards, stages - 1 - s) for s in range(stages)])
+    instead = "'interleaved_1f1b' or 'gpipe'"
+    return Schedule(one_visit("1f1b", instead, stages, micro_batches, chunks))
 
 
 def interleaved_1f1b(stages: int, micro_batches: int, chunks: int) -> Schedule:

@@ -23,7 +23,7 @@ from disttensor.core.mesh import ProcessMesh
 from disttensor.core.placement import Partial, Placement, Replicate
 from disttensor.nn.parameters import slots
 from disttensor.nn.shard_module import Plan, check_plan, place
-from disttensor.pipeline.partition import Balance, check_tensors, chosen, deal
+from disttensor.pipeline.partition import Balance, assign_layers, check_tensors, named_layers
 from disttensor.pipeline.unsplit import MODELS
 from disttensor.pytree import find_tensors, replace_tensors
 from disttensor.tensor.dist_tensor import DistTensor
@@ -116,8 +116,8 @@ def split(
     ProcessMesh(dp=1, tp=1)['tp']
     """
     check_plan("pipeline.split", plan, init)
-    root, layers = chosen(modules, of)
-    dealt = deal(layers, stages, counts, balance, root, sample)
+    root, layers = named_layers(modules, of)
+    dealt = assign_layers(layers, stages, counts, balance, root, sample)
     meshes = [mesh for mesh, count in zip(stages, dealt, strict=True) for _ in range(count)]
     placed = [(name, layer, mesh) for (name, layer), mesh in zip(layers, meshes, strict=True)]
     before = slots(root)
@@ -222,8 +222,7 @@ class _Bring:
         if graph is None or not graph.has_boundaries or not found:
             return args, kwargs
         cut = dict(zip(found, graph.next_visit(list(found.values())), strict=True))
-        changed: tuple[Any, Any] = replace_tensors((args, kwargs), lambda x: cut.get(id(x), x))
-        return changed
+        return replace_tensors((args, kwargs), lambda x: cut.get(id(x), x))
 
     def _bring(self, layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         mesh = self.mesh

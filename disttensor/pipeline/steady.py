@@ -16,6 +16,18 @@ def mixed(forwards: list[Action], backwards: list[Action], warm: int) -> list[Ac
     return [*forwards[:warm], *chain.from_iterable(turns), *backwards[steady:]]
 
 
+def one_visit(
+    name: str, instead: str, stages: int, micro_batches: int, chunks: int
+) -> list[list[Action]]:
+    """Returns the order of each stage in 1F1B. Raises ValueError for several visits."""
+    sizes(stages, micro_batches, chunks)
+    if chunks != 1:
+        raise ValueError(f"{name!r} visits each stage once, and chunks={chunks}: use {instead}")
+    forwards = [Action("F", m) for m in range(micro_batches)]
+    backwards = [Action("B", m) for m in range(micro_batches)]
+    return [mixed(forwards, backwards, stages - 1 - s) for s in range(stages)]
+
+
 def groups_of(stages: int, micro_batches: int) -> list[range]:
     """Returns micro-batches in groups of ``stages``. If that does not divide their number, the
     groups are larger and nearly equal: smaller groups would idle longer."""

@@ -50,7 +50,7 @@ class Event(NamedTuple):
         return Action(self.kind, self.micro_batch, self.chunk)
 
 
-class Piece(NamedTuple):
+class TimelineSlice(NamedTuple):
     """A part of an event in which the rank computed, or a wait."""
 
     event: Event
@@ -124,12 +124,12 @@ class Timeline:
         """The time from the first start to the last end of all ranks."""
         return max(event.end for event in self.events) - self.start if self.events else 0.0
 
-    def waits(self, rank: int) -> list[Piece]:
+    def waits(self, rank: int) -> list[TimelineSlice]:
         check_int("Timeline: rank", rank)
         mine = self._by_rank.get(rank, [])
-        return [Piece(e, e.start, e.end) for e in mine if e.kind == "wait"]
+        return [TimelineSlice(e, e.start, e.end) for e in mine if e.kind == "wait"]
 
-    def pieces(self, rank: int) -> list[Piece]:
+    def pieces(self, rank: int) -> list[TimelineSlice]:
         """Returns the forwards and backwards of ``rank`` without the waits inside, in order."""
         waits: dict[tuple[int, int], list[Event]] = defaultdict(list)
         for event, _, _ in self.waits(rank):
@@ -141,11 +141,11 @@ class Timeline:
             at = event.start
             for wait in waits[event.micro_batch, event.chunk]:
                 if at < wait.start < event.end:
-                    pieces.append(Piece(event, at, wait.start))
+                    pieces.append(TimelineSlice(event, at, wait.start))
                 if wait.start < event.end:
                     at = max(at, wait.end)
             if at < event.end:
-                pieces.append(Piece(event, at, event.end))
+                pieces.append(TimelineSlice(event, at, event.end))
         return sorted(pieces, key=lambda piece: piece.start)
 
     def busy(self, rank: int) -> float:
@@ -174,7 +174,7 @@ class Timeline:
             path, processes, ("compute", "wait"), 1e6 if self.unit == "s" else 1e3
         )
 
-    def _span(self, piece: Piece) -> TraceSpan:
+    def _span(self, piece: TimelineSlice) -> TraceSpan:
         event, start, end = piece
         args = {"stage": event.stage, "chunk": event.chunk}
         thread, since = int(event.kind == "wait"), self.start

@@ -50,7 +50,7 @@ class Transfer:
         if self.arrival is None:
             grad, self.grad, self.state = self.grad, None, TransferState.GRAD_STARTED
             if grad is None:
-                grad = token.detached(self.dst.mesh.device, self.dst.dtype)
+                grad = token.no_grad_token(self.dst.mesh.device, self.dst.dtype)
             if self.tag is None:
                 self.arrival = finished(grad)
             else:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from disttensor.autograd.split_backward import AtOnce
+from disttensor.autograd.split_backward import UnsplitWeights
 from disttensor.errors import warn_once
 from disttensor.tensor.base import MeshTensor
 from disttensor.tensor.uses import leaves_of
@@ -17,7 +17,7 @@ MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that were split
 _SHOWN = 4  # weights of one reason that the warning names
 
 
-def warn_unsplit(found: Iterable[AtOnce], stage: int) -> None:
+def warn_unsplit(found: Iterable[UnsplitWeights], stage: int) -> None:
     """Warns that these gradients were computed in I, unless this warning was issued before."""
     by_reason: dict[str, list[torch.Tensor]] = {}
     for weights, why in found:

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from disttensor.pipeline.action import Action
 from disttensor.pipeline.schedule import Schedule
-from disttensor.pipeline.steady import interleaved, mixed, sizes
+from disttensor.pipeline.steady import interleaved, mixed, one_visit, sizes
 
 
 def zero_bubble(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
@@ -26,15 +26,8 @@ def zero_bubble(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
 
     Raises ValueError for several visits.
     """
-    sizes(stages, micro_batches, chunks)
-    if chunks != 1:
-        raise ValueError(
-            f"'zero_bubble' visits each stage once, and chunks={chunks}: use "
-            "'interleaved_zero_bubble', 'zbv' or 'dualpipev'"
-        )
-    forwards = [Action("F", m) for m in range(micro_batches)]
-    backwards = [Action("B", m) for m in range(micro_batches)]
-    rows = [mixed(forwards, backwards, stages - 1 - s) for s in range(stages)]
+    instead = "'interleaved_zero_bubble', 'zbv' or 'dualpipev'"
+    rows = one_visit("zero_bubble", instead, stages, micro_batches, chunks)
     return _made([_defer_weights(row, s) for s, row in enumerate(rows)])
 
 
@@ -65,7 +58,7 @@ def zbv(stages: int, micro_batches: int, chunks: int = 2) -> Schedule:
     m = max(micro_batches, 2 * stages - 1)
     rows = []
     for s in range(stages):
-        row = _Row()
+        row = _StageOrder()
         # An I that a stage waits for is split from its W: near the ends, or always if both meet.
         back = "B.1" if m == micro_batches else "I.1 W.1"
         parted = (m - 2 * stages + s if s else m) if m == micro_batches else 0
@@ -96,7 +89,7 @@ def dualpipev(stages: int, micro_batches: int, chunks: int = 2) -> Schedule:
     m = max(micro_batches, 2 * stages)
     rows = []
     for s in range(stages):
-        row, after = _Row(), stages - 1 - s
+        row, after = _StageOrder(), stages - 1 - s
         row.add("F.0", 2 * after)
         row.add("F.0 F.1", s + 1)
         row.add("I.1 W F.1", after)
@@ -112,7 +105,7 @@ def dualpipev(stages: int, micro_batches: int, chunks: int = 2) -> Schedule:
     return _without(rows, micro_batches)
 
 
-class _Row:
+class _StageOrder:
     """The order of one stage: ``add("F.0 I.1")`` takes the next micro-batch of each. A W belongs to
     the oldest I without a W (of this chunk, if given)."""
 

@@ -9,7 +9,7 @@ import torch
 
 from disttensor.core.spec import DistSpec
 from disttensor.random.distributions import permutation
-from disttensor.random.state import draw, forked
+from disttensor.random.state import draw, fork_generators
 
 _DISTRIBUTIONS = {torch.rand: "uniform", torch.randn: "normal", torch.randint: "integers"}
 _DRAW_NOTHING = frozenset({torch.zeros, torch.ones, torch.empty, torch.full})
@@ -26,7 +26,7 @@ def make_local(fn: Any, spec: DistSpec, args: Any, kwargs: Any) -> Any:
         return None
     axes, device = tuple(sorted(spec.layout.sharded)), spec.mesh.device
     if fn not in _DISTRIBUTIONS and fn is not torch.randperm:
-        with forked(spec.mesh, axes):
+        with fork_generators(spec.mesh, axes):
             return fn(spec.local_shape, *args, dtype=spec.dtype, device=device, **kwargs)
     unknown = [name for name in kwargs if name != "generator"]
     if unknown:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -80,7 +79,7 @@ class RandomDraw:
         draw: Callable[..., Tensor] = getattr(distributions, kind)
         bare = piece
         if isinstance(piece, DistSpec):  # drawn without users' own placements, then resharded
-            bare = piece.with_layout(piece.layout.without_own())
+            bare = piece.with_layout(piece.layout.without_custom())
         source = Source(*self.key, bare.shape, bare.local_box, device)
         numbers = draw(source, dtype, **options)
         return numbers if bare is piece else cross_mesh.run(numbers, bare, piece)
@@ -100,7 +99,7 @@ def draw(mesh: ProcessMesh, default: str, generator: torch.Generator | None = No
     draws one int64 as the seed. torch's default generator counts as None.
     """
     where = activation_checkpoint.current_run()
-    found = activation_checkpoint.replayed(where)
+    found = activation_checkpoint.repeated_note(where)
     if found is None:
         invariant = (rng.current() or default) == "invariant"
         if generator is None or generator is _generator(generator.device):
@@ -109,7 +108,7 @@ def draw(mesh: ProcessMesh, default: str, generator: torch.Generator | None = No
             found = Note(_number_of(generator), 0, invariant)
         compare_programs.record_draw(mesh, found.seed, found.call)
     if generator is None or where is not None:
-        activation_checkpoint.note(where, found)
+        activation_checkpoint.add_note(where, found)
     return RandomDraw(found, mesh)
 
 
@@ -167,12 +166,7 @@ class Seeded:
         self.generator.manual_seed(self.seed)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.generator.set_state(self.state)
         counter._State.inside -= 1
 
@@ -191,12 +185,12 @@ def _seeded() -> None:
 
 
 @contextmanager
-def forked(mesh: ProcessMesh, axes: Axes = ()) -> Iterator[None]:
+def fork_generators(mesh: ProcessMesh, axes: Axes = ()) -> Iterator[None]:
     """Seeds torch's generators alike on all ranks of one place on ``axes``, and restores them. The
     block counts as a random call only if it draws: whether a function falls back may depend on the
     mesh."""
     where = activation_checkpoint.current_run()
-    note = activation_checkpoint.replayed(where, sure=False)
+    note = activation_checkpoint.repeated_note(where, sure=False)
     if note is None:
         seed, calls = counter.get_state()
         fresh = Note(seed, calls + 1, False)
@@ -219,7 +213,7 @@ def forked(mesh: ProcessMesh, axes: Axes = ()) -> Iterator[None]:
         _seeded()
     if drawn:
         if note is None:
-            activation_checkpoint.replayed(where)  # raises an error if the forward drew less
+            activation_checkpoint.repeated_note(where)  # raises an error if the forward drew less
             counter.count()
             compare_programs.record_draw(mesh, fresh.seed, fresh.call)
-        activation_checkpoint.note(where, fresh)
+        activation_checkpoint.add_note(where, fresh)

@@ -170,7 +170,9 @@ class _Filling:
         if isinstance(event, Message) and action is not None and part.action is not None:
             tags = self.run.runs[part.run].tags
             a, b = part.action.micro_batch, action.micro_batch
-            return event._replace(tag=p2p.moved_tag(event.tag, (a + 1, tags[a]), (b + 1, tags[b])))
+            return event._replace(
+                tag=p2p.tag_in_channel(event.tag, (a + 1, tags[a]), (b + 1, tags[b]))
+            )
         return event
 
     def _number(self, kind: str, old: int, places: dict[int, Any]) -> int:

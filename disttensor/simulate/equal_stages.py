@@ -87,8 +87,8 @@ def derived_ranks(
 def _equal_stages(
     grids: Sequence[Grid], work: Mapping[tuple[int, ...], Any]
 ) -> Iterable[Sequence[int]]:
-    """Groups the stages, except the first and the last, by shape and work. A stage of
-    unknown work is a group by itself."""
+    """Groups the stages, except the first and the last, by shape and work. A stage of unknown work
+    has a group of its own."""
     groups: list[list[int]] = []
     for s in range(1, len(grids) - 1):
         known = work.get(grids[s].ranks)

@@ -19,7 +19,7 @@ from functools import cache
 from disttensor import pipeline
 from disttensor.parallel.degrees import Degrees, ranks_over
 from disttensor.parallel.strategy import Strategy
-from disttensor.pipeline.partition import balanced
+from disttensor.pipeline.partition import balance_layers
 from disttensor.pipeline.schedules import NAMES
 from disttensor.simulate.devices import Device, Network
 from disttensor.simulate.events import Collective, Event, Op
@@ -188,7 +188,7 @@ class Estimator:
             if isinstance(costs, str):
                 by_size = costs == "parameters"
                 costs = self.sizes if by_size else self._micro_batch(1.0, 1).forward
-            counts = balanced([("", None)] * count, number, costs)  # type: ignore[list-item]
+            counts = balance_layers([("", None)] * count, number, costs)  # type: ignore[list-item]
         ends = [0, *itertools.accumulate(counts)]
         dealt = [list(range(a, b)) for a, b in itertools.pairwise(ends)]
         back = dealt[pp:][::-1] if builtin.shape == "v" else dealt[pp:]

@@ -13,7 +13,7 @@ from disttensor.simulate.devices import Network
 from disttensor.simulate.events import Collective, Event, Message, Op
 from disttensor.simulate.layer_shares import Flops, by_layer
 from disttensor.simulate.memory import Memory
-from disttensor.simulate.transfers import Row
+from disttensor.simulate.transfers import RankRow
 
 Volume = dict[str, tuple[int, int]]
 
@@ -33,7 +33,7 @@ class Kind:
     comms: CommLog
     memory: Memory
     events: list[Event] = field(repr=False)
-    timeline: Row = field(repr=False)
+    timeline: RankRow = field(repr=False)
     stage: int | None = None
 
     @property

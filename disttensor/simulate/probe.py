@@ -11,7 +11,7 @@ from torch import nn
 
 from disttensor.core.placement import Placement
 from disttensor.parallel.strategy import Strategy
-from disttensor.pipeline.partition import chosen, elements
+from disttensor.pipeline.partition import elements, named_layers
 from disttensor.simulate.events import Event, Visit
 from disttensor.simulate.layers import ModuleCall
 from disttensor.simulate.memory import Held
@@ -123,7 +123,7 @@ class _ObservedStrategy(Strategy):
             named = how["layers"] = tuple(named)
         elif isinstance(model, nn.Sequential):
             named = model
-        modules = [] if named is None else chosen(named, model)[1]
+        modules = [] if named is None else named_layers(named, model)[1]
         sizes = elements(modules)
         self._note(balance=how.get("balance"))
         out = super().apply(model, *args, **how)

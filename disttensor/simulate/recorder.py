@@ -254,5 +254,4 @@ class StepRecorder(TorchDispatchMode):
 
 
 def _local(t: Tensor) -> Tensor:
-    local: Tensor = t.local if isinstance(t, MeshTensor) else t
-    return local
+    return t.local if isinstance(t, MeshTensor) else t

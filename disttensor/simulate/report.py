@@ -113,8 +113,7 @@ class Report:
 
     def on(self, *, device: Device | None = None, network: Network | None = None) -> Report:
         """Returns the report of the same step on another device, or over another network. The
-        program does not run again; its collectives stay those of the backend of the first
-        device."""
+        program does not run again; its collectives keep the backend of the first device."""
         device, network = device or self.device, network or self.network
         runs = [(k.ranks, k.rank, k.events) for k in self.kinds]
         rows = timelines(runs, self.world, device, network)

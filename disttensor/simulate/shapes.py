@@ -135,8 +135,7 @@ def formulas() -> Any:
 def flop_formula(func: Any) -> Callable[..., int] | None:
     """Returns torch's formula for the FLOPs of an operator, or None."""
     packet = func._overloadpacket
-    found: Callable[..., int] | None = formulas().get(_COUNTED_AS.get(packet, packet))
-    return found
+    return formulas().get(_COUNTED_AS.get(packet, packet))
 
 
 def _written(argument: Any) -> bool:

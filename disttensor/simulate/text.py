@@ -19,24 +19,17 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def amount(nbytes: float) -> str:
     """Formats bytes with a unit: powers of 1024."""
-    if abs(nbytes) < 1024:
-        return f"{nbytes:,.0f} B"
-    for unit in ("KiB", "MiB", "GiB"):
-        nbytes /= 1024
-        if abs(nbytes) < 1024 or unit == "GiB":
-            return f"{nbytes:,.2f} {unit}"
-    raise AssertionError
+    return _scaled(nbytes, 1024, ("B", "KiB", "MiB", "GiB"))
 
 
 def quantity(n: float) -> str:
     """Formats a number with a prefix: powers of 1000."""
-    if abs(n) < 1000:
-        return f"{n:,.0f}"
-    for prefix in ("k", "M", "G", "T"):
-        n /= 1000
-        if abs(n) < 1000 or prefix == "T":
-            return f"{n:,.2f} {prefix}"
-    raise AssertionError
+    return _scaled(n, 1000, ("", "k", "M", "G", "T"))
+
+
+def _scaled(n: float, base: int, units: Sequence[str]) -> str:
+    power = next((i for i in range(len(units)) if abs(n) < base ** (i + 1)), len(units) - 1)
+    return f"{n / base**power:,.{2 if power else 0}f} {units[power]}".rstrip()
 
 
 def seconds(t: float) -> str:

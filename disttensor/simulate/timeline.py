@@ -14,12 +14,19 @@ from dataclasses import dataclass, field
 from disttensor.errors import SimulationError
 from disttensor.simulate.devices import Device, Network
 from disttensor.simulate.events import Collective, Event, Gradient, Message, Op, Visit, Wait
-from disttensor.simulate.transfers import Clock, Party, PendingTransfer, Row, Span, Transfers
+from disttensor.simulate.transfers import (
+    Clock,
+    Party,
+    PendingTransfer,
+    RankRow,
+    Span,
+    Transfers,
+)
 
 Kinds = Sequence[tuple[Sequence[int], int, Sequence[Event]]]
 
 
-def timelines(kinds: Kinds, world: int, device: Device, network: Network) -> list[Row]:
+def timelines(kinds: Kinds, world: int, device: Device, network: Network) -> list[RankRow]:
     """Returns the time line of each kind of rank.
 
     Args:
@@ -44,7 +51,7 @@ class _Rank:
     at: int = 0
     host: float = 0.0
     device: float = 0.0
-    row: Row = field(default_factory=Row)
+    row: RankRow = field(default_factory=RankRow)
     pending: dict[int, PendingTransfer] = field(default_factory=dict)
 
     @property
@@ -65,7 +72,7 @@ class _Simulation:
         parties = [Party(one.rank, one.ranks, one.row) for one in self.ranks]
         self.transfers = Transfers(parties, kind_of, network, self.clock, self._resume)
 
-    def run(self) -> list[Row]:
+    def run(self) -> list[RankRow]:
         for k, one in enumerate(self.ranks):
             self.transfers.expect(k, one.events)
             self.clock.add_busy(one.ranks)

@@ -37,7 +37,7 @@ class Span(NamedTuple):
 
 
 @dataclass
-class Row:
+class RankRow:
     """The time line of one kind of rank. ``times``: for each event, when it ends, in seconds."""
 
     spans: list[Span] = field(default_factory=list)
@@ -114,7 +114,7 @@ class Party(NamedTuple):
 
     rank: int
     ranks: int
-    row: Row
+    row: RankRow
 
 
 class PendingTransfer(NamedTuple):

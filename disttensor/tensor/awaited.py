@@ -35,7 +35,7 @@ from reshard import planner
 Tensor = torch.Tensor
 
 
-class Arrival:
+class PendingLocal:
     """The local that ``work`` fills. Its destructor waits, too, so that memory that a collective
     still writes to is not reused."""
 
@@ -100,13 +100,13 @@ class Awaited(DistTensor):
         return wrap(local, spec)  # type: ignore[return-value]
 
 
-def started(x: DistTensor, dst: DistSpec) -> DistTensor:
+def start_reshard(x: DistTensor, dst: DistSpec) -> DistTensor:
     """Returns ``x`` in the layout ``dst``, in memory of its own. A reshard that is one collective,
     and large enough, starts here; the first read of the result waits for it."""
     src = x.spec
     same = src is not dst and src.mesh is dst.mesh and x.is_initialized
     may_start = same and not observe.seeing_calls()
-    begin = planner.background(src, dst, apart=True) if may_start else None
+    begin = planner.background(src, dst, copies=True) if may_start else None
     if begin is None:
         return resharded(x, dst, fresh=True)
     local = x.local
@@ -123,7 +123,7 @@ def started(x: DistTensor, dst: DistSpec) -> DistTensor:
         out = wrap(moved, dst)
     else:
         out = make_subclass(Awaited, dst.meta_tensor)
-        out._arrival = Arrival(work, moved)
+        out._arrival = PendingLocal(work, moved)
         out.spec = dst
     if in_graph:
         set_result_of(out, x, moved)

@@ -14,16 +14,16 @@ from disttensor.autograd import token
 from disttensor.autograd.accumulation import RETURNED, backward_context, current_context
 from disttensor.autograd.grad_types import GradType, gradient_type
 from disttensor.autograd.graph import node_of, nodes_of
-from disttensor.autograd.joined_backward import part_of_present
-from disttensor.autograd.starts import may_start
-from disttensor.autograd.tie import Tie
+from disttensor.autograd.joined_backward import join_present_backward
+from disttensor.autograd.starts import mark_start
+from disttensor.autograd.tie import TieOutputs
 from disttensor.cache import cached
 from disttensor.comm import compare_programs, lone_failure
 from disttensor.comm.collectives import world
 from disttensor.core.layout import Axes
 from disttensor.core.spec import DistSpec
 from disttensor.tensor.base import MeshTensor
-from disttensor.tensor.grad import as_gradient, combined, grad_spec
+from disttensor.tensor.grad import as_gradient, combine_gradients, grad_spec
 from disttensor.tensor.grad_slot import GradCollector, collector_of
 from disttensor.tensor.reshard import MICRO_BATCH, resharded, resharded_local
 from disttensor.tensor.uses import leaves_of
@@ -94,9 +94,9 @@ def run_given(
 def _followed(engine: Callable[..., Any], roots: Any, *args: Any, **kwargs: Any) -> Any:
     for root in (roots,) if isinstance(roots, Tensor) else roots:
         if isinstance(root, Tensor):
-            may_start(root)
+            mark_start(root)
     try:
-        with nullcontext() if current_backward() == -1 else part_of_present():
+        with nullcontext() if current_backward() == -1 else join_present_backward():
             return engine(roots, *args, **kwargs)
     except BaseException as error:
         if current_backward() == -1:
@@ -207,7 +207,7 @@ def autograd_grad(
     tokens = [g for g in given[len(leaves) :] if g is not None and g.requires_grad]
 
     def tied(g: Tensor) -> Tensor:
-        return Tie.apply(1, g, *tokens)[0] if tokens else g
+        return TieOutputs.apply(1, g, *tokens)[0] if tokens else g
 
     found = iter(given)
     result: list[Any] = []
@@ -216,7 +216,9 @@ def autograd_grad(
         if isinstance(x, MeshTensor) and not x.is_initialized:
             spec = grad_spec(x, ())
             device = spec.mesh.device
-            local = tied(token.orphan(device)) if create_graph else token.detached(device)
+            local = (
+                tied(token.no_source_token(device)) if create_graph else token.no_grad_token(device)
+            )
             result.append(x.like(local, spec))
         elif pieces:
             result.append(_gradient(x, pieces) if isinstance(x, MeshTensor) else pieces[0][2])
@@ -241,7 +243,7 @@ def _gradient(x: MeshTensor, pieces: list[tuple[GradCollector | None, Axes, Tens
     parts = []
     for owner in dict.fromkeys(of for of, _, _ in pieces):
         mine = [(axes, g) for of, axes, g in pieces if of is owner]
-        parts.append(owner.gradient(mine) if owner else as_gradient(x, *combined(x, mine)))
+        parts.append(owner.gradient(mine) if owner else as_gradient(x, *combine_gradients(x, mine)))
     grad: Any = parts[0] if len(parts) == 1 else parts[0] + parts[1]
     if x.spec.mesh.root.size == world()[1]:
         return grad

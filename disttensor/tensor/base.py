@@ -1,4 +1,4 @@
-"""The base class of DistTensor: this rank's local, the spec, and state beside them.
+"""The base class of DistTensor: this rank's local, the spec, and other state.
 
 ``DistTensor`` (``dist_tensor.py``) joins the mixins; a mixin makes another tensor of its class with
 ``like``.

@@ -22,13 +22,13 @@ from disttensor.tensor.uses import invalidate
 Tensor = torch.Tensor
 
 
-def settled(spec: DistSpec) -> DistSpec:
+def spec_of_boxes(spec: DistSpec) -> DistSpec:
     """Returns a spec whose locals are boxes of the value: ``spec`` if they are, else ``spec``
     without pending reductions and without the axes of a user's own placements."""
     layout = spec.layout
-    if not layout.partial and not layout.own:
+    if not layout.partial and not layout.custom:
         return spec
-    own = {axis for axis, _ in layout.own}
+    own = {axis for axis, _ in layout.custom}
     return spec.with_layout(
         Layout(tuple(tuple(a for a in axes if a not in own) for axes in layout.dims))
     )
@@ -45,11 +45,11 @@ def prepare_to_read(x: MeshTensor) -> Box | None:
     count this as a write, also with an empty piece. Raises RuntimeError if a write to the local
     would not change the value."""
     spec, state = x.spec, x._view_state
-    if settled(spec) is not spec or (state is not None and state.func is not None):
+    if spec_of_boxes(spec) is not spec or (state is not None and state.func is not None):
         raise RuntimeError(
             f"a checkpoint cannot be read into {spec!r}: its local is no piece of the value's own "
             "memory (it is pending, placed by a type of yours, or a copy in the place of a view). "
-            f"Read into a tensor of {settled(spec)!r}, and reshard that"
+            f"Read into a tensor of {spec_of_boxes(spec)!r}, and reshard that"
         )
     if x.is_initialized and not x.local.is_inference():
         torch.autograd.graph.increment_version(x.local)
@@ -67,7 +67,7 @@ class Checkpointable(MeshTensor):
         if self._view_state is not None:
             views.check(self)
         x: MeshTensor = self
-        dst = settled(self.spec)
+        dst = spec_of_boxes(self.spec)
         if dst is not self.spec:
             with torch.no_grad():
                 x = self._settled = resharded(self, dst)

@@ -146,7 +146,7 @@ class DistTensor(Metadata, Grad, Backward, Hooks, InPlace, Values, Checkpointabl
         if local.untyped_storage().nbytes() != local.nbytes:
             local = local.clone()
         flags = (self.local.requires_grad, self._is_param)
-        layout = (spec.layout.dims, spec.layout.partial, spec.layout.own)
+        layout = (spec.layout.dims, spec.layout.partial, spec.layout.custom)
         return rebuild, (local, mesh, layout, tuple(spec.shape), spec.dtype, flags, world()[0])
 
 
@@ -184,9 +184,9 @@ def rebuild(
     here, there = spec.mesh.coordinate, spec.mesh.coordinate_of(saved_by)
     if here is None:
         device = spec.mesh.device
-        local = token.leaf(device, spec.dtype) if flags[0] else token.detached(device)
+        local = token.leaf(device, spec.dtype) if flags[0] else token.no_grad_token(device)
     elif there is None or any(
-        here[a] != there[a] for a in (*spec.varies, *(a for a, _ in spec.layout.own))
+        here[a] != there[a] for a in (*spec.varies, *(a for a, _ in spec.layout.custom))
     ):
         whose = "no piece: it was saved outside the mesh" if there is None else "another piece"
         raise RuntimeError(

@@ -8,6 +8,7 @@ It is ``Partial`` over the axes on which it is still a sum of contributions.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, Self, TypeVar
 
 import torch
@@ -34,17 +35,9 @@ T = TypeVar("T", bound=MeshTensor)
 class Grad(MeshTensor):
     """Attributes of autograd, read from the local."""
 
-    @property
-    def grad_fn(self) -> Any:
-        return self.local.grad_fn
-
-    @property
-    def is_leaf(self) -> bool:
-        return self.local.is_leaf
-
-    @property
-    def retains_grad(self) -> bool:
-        return self.local.retains_grad
+    grad_fn = property(attrgetter("local.grad_fn"))
+    is_leaf = property(attrgetter("local.is_leaf"))
+    retains_grad = property(attrgetter("local.retains_grad"))
 
     @property
     def grad_dtype(self) -> torch.dtype | None:
@@ -73,7 +66,7 @@ def grad_spec(x: MeshTensor, axes: Axes) -> DistSpec:
     return gradient_type(GradType(x.spec, axes))[0].spec
 
 
-def combined(x: MeshTensor, pieces: Sequence[tuple[Axes, Tensor]]) -> tuple[Axes, Tensor]:
+def combine_gradients(x: MeshTensor, pieces: Sequence[tuple[Axes, Tensor]]) -> tuple[Axes, Tensor]:
     """Adds gradients of several uses into one that is Partial over all their axes.
 
     A gradient that is whole on some of these axes counts once, on the first rank of those axes.
@@ -116,23 +109,22 @@ def get_grad(x: T) -> T | None:
         pieces = [(a, leaf.grad) for a, leaf in leaves_of(x) if leaf.grad is not None]
         if not pieces:
             return None
-        axes, total = combined(x, pieces)
+        axes, total = combine_gradients(x, pieces)
         if len(pieces) > 1:
             drop_grads(x)
             keep_grad(x, axes, total)
             shown = shown_grad(x)
             if shown is not None and any(shown.local is g for _, g in pieces):
-                _grow(shown, x, axes, total)
+                _update_shown(shown, x, axes, total)
     if slot is not None and slot.grad is not None and slot.grad.local is total:
-        known: T = slot.grad
-        return known
+        return slot.grad
     grad = as_gradient(x, axes, total)
     if grad.local is total:
         remember_grad(x, grad, made=True)
     return grad
 
 
-def _grow(shown: MeshTensor, x: MeshTensor, axes: Axes, total: Tensor) -> None:
+def _update_shown(shown: MeshTensor, x: MeshTensor, axes: Axes, total: Tensor) -> None:
     """Updates ``shown``, an earlier result of ``x.grad``, to the accumulated gradient, as torch
     does. A gradient with a graph stays as it was, as in torch."""
     if is_gradient(shown) and not total.requires_grad:
@@ -168,15 +160,15 @@ def owner_of(g: T) -> T | None:
     return x if x is not None and shown_grad(x) is g and get_grad(x) is g else None
 
 
-def reduced(spec: DistSpec) -> DistSpec:
+def reduced_spec(spec: DistSpec) -> DistSpec:
     """Returns ``spec``, of a pending gradient, after its reduction."""
-    return spec.with_layout(Layout(spec.layout.dims, (), spec.layout.own))
+    return spec.with_layout(Layout(spec.layout.dims, (), spec.layout.custom))
 
 
 def set_reduced(x: MeshTensor, g: MeshTensor, total: Tensor) -> None:
     """Sets ``g``, the pending gradient of ``x``, to its reduction ``total``, in the same object."""
     drop_grads(x)
-    g.local, g.spec = total, reduced(g.spec)
+    g.local, g.spec = total, reduced_spec(g.spec)
     x.local.grad = total
 
 

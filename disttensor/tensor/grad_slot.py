@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from disttensor.comm.places import Place
+from disttensor.comm.places import GradMemory
 from disttensor.core.layout import Axes
 from disttensor.tensor.uses import add_leaf, leaves_of
 
@@ -35,14 +35,14 @@ class GradSlot:
     owner      of a gradient: a weak reference to the leaf whose gradient this is
     collector  collects the gradients of this leaf on other tensors
     fixed_by   the feature that relies on the leaf's layout and dtype
-    place      the persistent memory of its gradient
+    memory     the persistent memory of its gradient
     """
 
     grad: Any = None
     owner: weakref.ref[Any] | None = None
     collector: GradCollector | None = None
     fixed_by: str = ""
-    place: Place | None = None
+    memory: GradMemory | None = None
 
 
 def grad_slot(x: Any) -> GradSlot:
@@ -53,12 +53,12 @@ def grad_slot(x: Any) -> GradSlot:
     return slot
 
 
-def place_of(x: Any) -> Place:
-    """Returns the place of a gradient that is summed in one bucket with others."""
+def grad_memory_of(x: Any) -> GradMemory:
+    """Returns the memory of a gradient that is summed in one bucket with others."""
     slot = grad_slot(x)
-    if slot.place is None:
-        slot.place = Place()
-    return slot.place
+    if slot.memory is None:
+        slot.memory = GradMemory()
+    return slot.memory
 
 
 def keep_grad(x: Any, axes: Axes, g: Tensor) -> None:

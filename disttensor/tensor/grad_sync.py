@@ -13,21 +13,21 @@ from disttensor import callbacks
 from disttensor.cache import cached
 from disttensor.checks import check_sequence
 from disttensor.comm import compare_programs
-from disttensor.comm.places import Place
-from disttensor.comm.sums import BucketSlot, sums
+from disttensor.comm.places import GradMemory
+from disttensor.comm.sums import BucketSlot, start_sums
 from disttensor.comm.work import Work
 from disttensor.core.layout import Axes
 from disttensor.core.mesh import ProcessMesh
 from disttensor.core.spec import DistSpec
 from disttensor.tensor.dist_tensor import DistTensor
-from disttensor.tensor.grad import reduced, set_reduced
-from disttensor.tensor.grad_slot import place_of
+from disttensor.tensor.grad import reduced_spec, set_reduced
+from disttensor.tensor.grad_slot import grad_memory_of
 from disttensor.tensor.reshard import resharded
-from disttensor.tensor.uses import second_leaves
+from disttensor.tensor.uses import aliases_of_leaf
 
 Tensor = torch.Tensor
 
-_SETTLES = "disttensor_settles"  # marks a leaf whose gradients are moved to their place
+_ADOPTS = "disttensor_settles"  # marks a leaf whose gradients are moved to their place
 BUCKET_BYTES = 32 * 2**20  # of one flat reduction, unless a single gradient is larger
 
 
@@ -87,8 +87,8 @@ def buckets(params: Iterable[Any]) -> Iterator[list[Pending]]:
             continue
         seen.add(id(p))
         spec = grad.spec
-        busy, slot = _waits_on(spec)
-        key = spec.mesh, busy, spec.dtype, grad.local.requires_grad
+        axes, slot = _waits_on(spec)
+        key = spec.mesh, axes, spec.dtype, grad.local.requires_grad
         by_axes.setdefault(key, []).append(Pending(number, p, grad, slot))
     for (_, _, dtype, _), members in by_axes.items():
         bucket: list[Pending] = []
@@ -107,37 +107,37 @@ def buckets(params: Iterable[Any]) -> Iterator[list[Pending]]:
 def _waits_on(spec: DistSpec) -> tuple[Axes, BucketSlot]:
     """Returns the axes over which a gradient of this spec is to be summed, and its slot, which is
     the same on all ranks."""
-    busy = tuple(a for a, _ in spec.layout.partial if spec.mesh.shape[a] > 1)
-    return busy, BucketSlot(math.prod(spec.box_at((0,) * spec.mesh.ndim)[1]), spec.is_even())
+    axes = tuple(a for a, _ in spec.layout.partial if spec.mesh.shape[a] > 1)
+    return axes, BucketSlot(math.prod(spec.box_at((0,) * spec.mesh.ndim)[1]), spec.is_even())
 
 
 def _start(members: list[Pending]) -> tuple[list[Tensor], list[Work[Any]]]:
     """Starts the reduction of one bucket, and returns the totals (valid after the works have
     finished) and the works."""
     spec = members[0].grad.spec
-    busy, _ = _waits_on(spec)
+    axes, _ = _waits_on(spec)
     totals = [m.grad.local for m in members]
     if totals[0].requires_grad:  # of backward(create_graph=True): keep the graph
         with torch.enable_grad():
-            return [resharded(m.grad, reduced(m.grad.spec)).local for m in members], []
-    if not busy:
+            return [resharded(m.grad, reduced_spec(m.grad.spec)).local for m in members], []
+    if not axes:
         return [t.detach() for t in totals], []
-    group = spec.mesh.group(busy)
+    group = spec.mesh.group(axes)
     if compare_programs.enabled:  # flat tensors of other gradients may have the same size
         names = ", ".join(f"{m.number}: {m.grad.spec!r}" for m in members)
         compare_programs.compare_collective(group, f"sync_gradients of {names}")
     # ``m.grad.local`` counts as one reference
-    places = [_settled(m.param) for m in members]
+    places = [_adopting_memory(m.param) for m in members]
     slots = [m.slot for m in members]
-    works = sums(totals, slots, group, spec.dtype, places=places, held=1, is_grad=True)
+    works = start_sums(totals, slots, group, spec.dtype, places=places, held=1, is_grad=True)
     return totals, works
 
 
-def _settled(x: DistTensor) -> Place:
+def _adopting_memory(x: DistTensor) -> GradMemory:
     """Returns the place of the gradient of x. If x has one leaf with pending gradients, each later
     backward moves its gradient there."""
-    place, aliases = place_of(x), second_leaves(x)
-    if len(aliases) == 1 and not hasattr(aliases[0], _SETTLES):
-        setattr(aliases[0], _SETTLES, True)
-        aliases[0].register_post_accumulate_grad_hook(place.settle)
-    return place
+    memory, aliases = grad_memory_of(x), aliases_of_leaf(x)
+    if len(aliases) == 1 and not hasattr(aliases[0], _ADOPTS):
+        setattr(aliases[0], _ADOPTS, True)
+        aliases[0].register_post_accumulate_grad_hook(memory.adopt_grad)
+    return memory

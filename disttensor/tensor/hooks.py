@@ -12,8 +12,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from disttensor.autograd.grad_types import GradType, gradient_type
-from disttensor.autograd.joined_backward import this_backward, when_over
-from disttensor.autograd.split_backward import watched
+from disttensor.autograd.joined_backward import run_after_backward, this_backward
+from disttensor.autograd.split_backward import mark_hooked
 from disttensor.core.layout import Axes
 from disttensor.core.spec import DistSpec
 from disttensor.tensor.base import MeshTensor
@@ -56,7 +56,7 @@ class Hooks(MeshTensor):
         hook_uses(self, of_leaf=self.local.is_leaf)
         found = leaves_of(self)
         for _, t in found:
-            watched(t.grad_fn)
+            mark_hooked(t.grad_fn)
         return Handles([t.register_hook(_on_local(self, hook, axes)) for axes, t in found])
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Any], Any]) -> Any:
@@ -83,7 +83,7 @@ class Hooks(MeshTensor):
         def on(_: Tensor) -> None:
             if waiting[0] != this_backward():
                 waiting[0] = this_backward()
-                when_over(done)
+                run_after_backward(done)
 
         return Handles([leaf.register_post_accumulate_grad_hook(on) for _, leaf in leaves_of(self)])
 
@@ -93,7 +93,7 @@ class Hooks(MeshTensor):
         elif self.is_initialized:
             hook_uses(self)
             for _, t in leaves_of(self):
-                watched(t.grad_fn)
+                mark_hooked(t.grad_fn)
                 t.retain_grad()
 
 

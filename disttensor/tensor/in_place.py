@@ -47,7 +47,7 @@ class InPlace(MeshTensor):
             if requires_grad is not self.local.requires_grad:
                 _replace_token(self, requires_grad)
             return self
-        token.replaced[0] += requires_grad is not self.local.requires_grad
+        token.replacements[0] += requires_grad is not self.local.requires_grad
         for _, t in leaves_of(self) if leaf else [((), self.local)]:
             t.requires_grad_(requires_grad)
         if requires_grad:
@@ -111,7 +111,7 @@ class InPlace(MeshTensor):
         collector = collector_of(self)
         if collector is not None:
             collector.renew()
-        token.replaced[0] += 1
+        token.replacements[0] += 1
         if not self.is_initialized:
             _replace_token(self, self.local.requires_grad)
         elif value.is_initialized and self.local.is_meta and not value.local.is_meta:
@@ -137,15 +137,15 @@ class InPlace(MeshTensor):
 def _replace_token(x: MeshTensor, requires_grad: bool) -> None:
     """Replaces the token of x by a leaf that requires grad, or by one that does not."""
     device = x.spec.mesh.device
-    token.replaced[0] += 1
-    x.local = token.leaf(device, x.spec.dtype) if requires_grad else token.detached(device)
+    token.replacements[0] += 1
+    x.local = token.leaf(device, x.spec.dtype) if requires_grad else token.no_grad_token(device)
 
 
 def _sharing(x: InPlace, local: Tensor) -> Any:
     """Returns a DistTensor with the spec of x and ``local``, which shares x's memory."""
     out = x.like(local, x.spec)
     if x._view_state is not None:
-        views.inherit(out, x)
+        views.inherit_copy(out, x)
     return out
 
 
@@ -155,7 +155,7 @@ def become(x: MeshTensor, value: MeshTensor) -> MeshTensor:
         raise RuntimeError(
             f"{x.spec!r} is a leaf that requires grad: it cannot be changed in place"
         )
-    token.replaced[0] += 1
+    token.replacements[0] += 1
     x.local = value.local
     invalidate(x)
     set_origin(x, origin_of(value))

@@ -19,7 +19,9 @@ def is_whole(x: MeshTensor) -> bool:
     """Returns True if the local has the elements of the global tensor, with nothing pending."""
     spec = x.spec
     pending = any(spec.mesh.shape[axis] > 1 for axis in spec.layout.partial_axes)
-    return x.is_initialized and spec.local_shape == spec.shape and not (pending or spec.layout.own)
+    return (
+        x.is_initialized and spec.local_shape == spec.shape and not (pending or spec.layout.custom)
+    )
 
 
 def refusal(spec: DistSpec) -> str:

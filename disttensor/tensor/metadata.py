@@ -15,12 +15,6 @@ from disttensor.core.placement import Placement
 from disttensor.tensor.base import MeshTensor
 
 
-def _of_local(name: str) -> Any:
-    """Returns a property that reads an attribute of the local (storage and device). Without it each
-    read would be a dispatch."""
-    return property(attrgetter(f"local.{name}"))
-
-
 def _named(name: str) -> Any:
     """Returns a property that raises AttributeError, for a name that other libraries have."""
 
@@ -63,33 +57,13 @@ class Metadata(MeshTensor):
         """Maps each mesh axis with a pending reduction to the reduction."""
         return dict(self.spec.layout.partial)
 
-    @property
-    def shape(self) -> torch.Size:
-        return self.spec.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.spec.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.local.device
-
-    @property
-    def ndim(self) -> int:
-        return len(self.spec.shape)
-
-    @property
-    def layout(self) -> torch.layout:
-        return torch.strided
-
-    @property
-    def itemsize(self) -> int:
-        return self.spec.dtype.itemsize
-
-    @property
-    def nbytes(self) -> int:
-        return self.spec.nbytes
+    shape = property(attrgetter("spec.shape"))
+    dtype = property(attrgetter("spec.dtype"))
+    ndim = property(attrgetter("spec.ndim"))
+    itemsize = property(attrgetter("spec.dtype.itemsize"))
+    nbytes = property(attrgetter("spec.nbytes"))
+    device = property(attrgetter("local.device"))
+    layout = property(lambda _: torch.strided)
 
     def size(self, dim: int | None = None) -> Any:
         return self.spec.shape if dim is None else self.spec.shape[dim]
@@ -142,25 +116,11 @@ class Metadata(MeshTensor):
     def storage_offset(self) -> int:
         return 0
 
-    _backward_hooks = _of_local("_backward_hooks")
-    _base = _of_local("_base")
-    _post_accumulate_grad_hooks = _of_local("_post_accumulate_grad_hooks")
-    _version = _of_local("_version")
-    is_cpu = _of_local("is_cpu")
-    is_cuda = _of_local("is_cuda")
-    is_ipu = _of_local("is_ipu")
-    is_maia = _of_local("is_maia")
-    is_meta = _of_local("is_meta")
-    is_mkldnn = _of_local("is_mkldnn")
-    is_mps = _of_local("is_mps")
-    is_mtia = _of_local("is_mtia")
-    is_nested = _of_local("is_nested")
-    is_quantized = _of_local("is_quantized")
-    is_sparse = _of_local("is_sparse")
-    is_sparse_csr = _of_local("is_sparse_csr")
-    is_vulkan = _of_local("is_vulkan")
-    is_xla = _of_local("is_xla")
-    is_xpu = _of_local("is_xpu")
-    names = _of_local("names")
-    output_nr = _of_local("output_nr")
-    volatile = _of_local("volatile")
+
+# Storage and device: read from the local, without a dispatch for each read.
+for _name in (
+    "_backward_hooks", "_base", "_post_accumulate_grad_hooks", "_version", "is_cpu", "is_cuda",
+    "is_ipu", "is_maia", "is_meta", "is_mkldnn", "is_mps", "is_mtia", "is_nested", "is_quantized",
+    "is_sparse", "is_sparse_csr", "is_vulkan", "is_xla", "is_xpu", "names", "output_nr", "volatile",
+):  # fmt: skip
+    setattr(Metadata, _name, property(attrgetter(f"local.{_name}")))

@@ -184,8 +184,8 @@ def _cross(x: T, dst: DistSpec) -> T:
         if where is None or activation_checkpoint.recompute_around(where) is None:
             p2p.next_tag()
         device, joins = dst.mesh.device, local.requires_grad
-        return x.like(token.join([local], device) if joins else token.detached(device), dst)
-    held = None if where is None else activation_checkpoint.replayed(where)
+        return x.like(token.join([local], device) if joins else token.no_grad_token(device), dst)
+    held = None if where is None else activation_checkpoint.repeated_note(where)
     tag = p2p.next_tag() if held is None else -1
     repeated = held is not None
     if held is None:
@@ -193,10 +193,10 @@ def _cross(x: T, dst: DistSpec) -> T:
         held = graph.receive(arrival, src, dst, tag) if graph is not None else arrival.wait()
         held = own_memory(held, local) if sends and receives else held
     if where is not None:  # the recomputation of a region sends and receives nothing
-        activation_checkpoint.note(where, held)
+        activation_checkpoint.add_note(where, held)
     if not needed:
-        return x.like(held.detach() if receives else token.detached(dst.mesh.device), dst)
-    reached = local if sends or local.grad_fn is not None else token.detached(src.mesh.device)
+        return x.like(held.detach() if receives else token.no_grad_token(dst.mesh.device), dst)
+    reached = local if sends or local.grad_fn is not None else token.no_grad_token(src.mesh.device)
     if graph is not None and not repeated:
         return x.like(graph.cut(reached, held, src, dst, tag), dst)
     return x.like(cross_mesh_transfer(reached, held, GradType(src), GradType(dst), tag), dst)

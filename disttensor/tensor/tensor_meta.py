@@ -19,12 +19,12 @@ class TensorMeta(NamedTuple):
     requires_grad: bool
 
 
-def described(value: Any) -> Any:
+def describe_tensors(value: Any) -> Any:
     """Replaces each DistTensor in a result by its TensorMeta."""
     if isinstance(value, DistTensor):
         spec = value.spec
         return TensorMeta(tuple(spec.shape), spec.dtype, spec.layout, value.requires_grad)
     if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        items = [described(v) for v in value]
+        items = [describe_tensors(v) for v in value]
         return items if type(value) is list else tuple(items)
     return value

@@ -23,7 +23,7 @@ import torch
 from disttensor.autograd.activation_checkpoint import region
 from disttensor.autograd.grad_types import apply_transition, scale_average_grad, transition_between
 from disttensor.core.layout import Axes
-from disttensor.tensor.versions import INFERENCE, UNCOUNTED, count
+from disttensor.tensor.versions import INFERENCE, UNTRACKED, count
 from disttensor.tensor.views import invalidate as invalidate_views
 
 Tensor = torch.Tensor
@@ -79,14 +79,14 @@ def alias_of(x: Any, axes: Axes) -> Tensor:
     if uses is not None and uses.aliases is not None:
         hit = uses.aliases.get(axes)
         if hit is not None and (
-            hit[1] < 0 or (hit[1] == x.local._version + UNCOUNTED[0] and hit[2] == region())
+            hit[1] < 0 or (hit[1] == x.local._version + UNTRACKED[0] and hit[2] == region())
         ):
             return hit[0]
     local: Tensor = x.local
     if not axes or not local.requires_grad or not torch.is_grad_enabled():
         return local
     uses = uses or uses_of(x)
-    made_at, mode = local._version + UNCOUNTED[0], mode_of(x)
+    made_at, mode = local._version + UNTRACKED[0], mode_of(x)
     if mode is UseMode.DERIVED:
         alias = uses.origin(axes)  # type: ignore[misc]
     elif mode is UseMode.LEAF:
@@ -125,7 +125,7 @@ def count_leaves(x: Any) -> int:
     return 1 + len(uses.frozen) + (len(uses.aliases) if uses.aliases is not None else 0)
 
 
-def second_leaves(x: Any) -> list[Tensor]:
+def aliases_of_leaf(x: Any) -> list[Tensor]:
     """Returns the aliases of a leaf x."""
     uses: Uses | None = x._uses
     if uses is None or uses.aliases is None:
@@ -149,12 +149,12 @@ def set_origin(x: Any, origin: Origin | None) -> None:
         uses.aliases, uses.origin = None, origin
 
 
-def given_uses(x: Any, origin: Origin | None, aliases: Sequence[tuple[Axes, Tensor]]) -> None:
+def set_uses(x: Any, origin: Origin | None, aliases: Sequence[tuple[Axes, Tensor]]) -> None:
     """Sets the uses of a new tensor: the function that makes aliases, and the existing aliases."""
     uses = uses_of(x)
     uses.origin = origin
     if aliases:
-        now = x.local._version + UNCOUNTED[0], region()
+        now = x.local._version + UNTRACKED[0], region()
         uses.aliases = {axes: Alias(alias, *now) for axes, alias in aliases}
 
 

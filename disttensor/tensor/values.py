@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from disttensor.autograd.grad_types import GradType, gradient_type, scale_average_grad
-from disttensor.autograd.starts import may_start
+from disttensor.autograd.starts import mark_start
 from disttensor.checks import check_bool, check_sequence
 from disttensor.comm import collectives, objects
 from disttensor.core.layout import Axes, layout_of
@@ -57,7 +57,7 @@ def full_tensor(x: Any, *, everywhere: bool = False) -> Tensor:
     if x._view_state is not None:
         views.check(x)
     spec = x.spec
-    full = may_start(resharded(x, spec.replicated()).local) if x.is_initialized else None
+    full = mark_start(resharded(x, spec.replicated()).local) if x.is_initialized else None
     if everywhere:
         return objects.broadcast_value(
             full, spec.mesh.root.ranks, spec.mesh.device, spec.shape, spec.dtype
@@ -117,7 +117,7 @@ class Values(MeshTensor):
             return self.local.to(self.spec.dtype)
         if self.spec.layout.partial:
             hand_out(self.local)
-        return may_start(self.local_for(axes))
+        return mark_start(self.local_for(axes))
 
     def full_tensor(self, *, everywhere: bool = False, grad_placements: Any = None) -> Tensor:
         """Returns the global tensor as a regular one on every rank of the mesh: differentiable, a
@@ -132,35 +132,17 @@ class Values(MeshTensor):
             if everywhere:
                 raise ValueError("full_tensor: everywhere=True and grad_placements: give one")
             axes = axes_of_grad("full_tensor", self.spec.replicated(), grad_placements)
-            full: Tensor = resharded(self, self.spec.replicated()).to_local(grad_axes=axes)
-            return full
+            return resharded(self, self.spec.replicated()).to_local(grad_axes=axes)
         return full_tensor(self, everywhere=everywhere)
 
     # Views that are attributes -------------------------------------------------------------------
 
-    @property
-    def T(self: Any) -> Any:
-        return self.permute(*range(len(self.spec.shape) - 1, -1, -1))
-
-    @property
-    def mT(self: Any) -> Any:
-        return torch.transpose(self, -2, -1)
-
-    @property
-    def H(self: Any) -> Any:
-        return (torch.transpose(self, 0, 1) if self.spec.shape else self).conj()
-
-    @property
-    def mH(self: Any) -> Any:
-        return torch.transpose(self, -2, -1).conj()
-
-    @property
-    def real(self: Any) -> Any:
-        return torch.real(self) if self.spec.dtype.is_complex else self
-
-    @property
-    def imag(self: Any) -> Any:
-        return torch.imag(self)
+    T = property(lambda x: x.permute(*range(x.spec.ndim - 1, -1, -1)))
+    mT = property(lambda x: torch.transpose(x, -2, -1))
+    H = property(lambda x: (torch.transpose(x, 0, 1) if x.spec.shape else x).conj())
+    mH = property(lambda x: torch.transpose(x, -2, -1).conj())
+    real = property(lambda x: torch.real(x) if x.spec.dtype.is_complex else x)
+    imag = property(lambda x: torch.imag(x))
 
     # Numbers, lists, arrays -----------------------------------------------------------------------
 
@@ -231,8 +213,7 @@ class Values(MeshTensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if id(self) in memo:
-            known: Self = memo[id(self)]
-            return known
+            return memo[id(self)]
         if not self.local.is_leaf:
             raise RuntimeError(
                 "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "

@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-UNCOUNTED = [0]  # the number of writes counted here, to any memory
+UNTRACKED = [0]  # the number of writes counted here, to any memory
 INFERENCE: list[bool] = []  # not empty: some result is kept for an inference tensor
 
 
 def version(local: torch.Tensor) -> int:
     """Returns a number that grows with each write to the memory of ``local``, also by views."""
     by_autograd = 0 if local.is_inference() else local._version
-    if not UNCOUNTED[0]:
+    if not UNTRACKED[0]:
         return by_autograd
     storage: Any = local.untyped_storage()
     return by_autograd + int(getattr(storage, "last_uncounted", 0))
@@ -45,7 +45,7 @@ def counts_twice(local: torch.Tensor) -> bool:
 
 def count(*locals_: torch.Tensor) -> None:
     """Counts a write to the memory of each tensor that autograd has not counted."""
-    UNCOUNTED[0] += len(locals_)
+    UNTRACKED[0] += len(locals_)
     for local in locals_:
         storage: Any = local.untyped_storage()
-        storage.last_uncounted = UNCOUNTED[0]
+        storage.last_uncounted = UNTRACKED[0]

@@ -59,7 +59,7 @@ class StaleView(torch.Tensor):
         raise RuntimeError(found.message)
 
 
-def enter(
+def register_copy(
     copy: Any, source: Any, func: Any, write_back: Callable[[Any], Any] | None = None
 ) -> None:
     """Registers ``copy``: the view function ``func`` made it from ``source`` (both DistTensors) and
@@ -68,7 +68,7 @@ def enter(
     _follow(copy, func, (source.local.untyped_storage(), *above), write_back)
 
 
-def inherit(view: Any, source: Any) -> None:
+def inherit_copy(view: Any, source: Any) -> None:
     """Marks ``view``, which shares the memory of ``source``, as a copy if ``source`` is one."""
     state = source._view_state
     if state is not None and state.func is not None:
@@ -170,7 +170,7 @@ def base_of(x: Any) -> Any:
     return None if state is None else state.base
 
 
-def share(view: Any, base: Any) -> None:
+def register_view(view: Any, base: Any) -> None:
     """Records that ``view`` shares the memory of ``base`` on ranks of the mesh: a write to one is a
     write to both."""
     while (above := base_of(base)) is not None:
@@ -188,7 +188,7 @@ def share(view: Any, base: Any) -> None:
     known.views.append(weakref.ref(view))
 
 
-def family(x: Any) -> list[Any]:
+def aliases_of(x: Any) -> list[Any]:
     """Returns all tensors that share the memory of x, x among them."""
     base = base_of(x)
     base = x if base is None else base

@@ -67,7 +67,7 @@ class CodeGuard:
             for table in (m._parameters, m._buffers)
             if table
         ]
-        self._replaced = token.replaced[0]
+        self._replaced = token.replacements[0]
         self._states: dict[Any, int] = {}
         self._looked = -1
         self._state = 0
@@ -200,9 +200,9 @@ class CodeGuard:
     def _same_tensors(self) -> bool:
         """Returns True if modules have the same tensors. Sharded state is shown without notice to
         the guards; showing other tensors counts as a change."""
-        if self._replaced == token.replaced[0]:
+        if self._replaced == token.replacements[0]:
             return True
-        self._replaced = token.replaced[0]
+        self._replaced = token.replacements[0]
         return all(
             len(table) == len(values) and all(map(is_, table.values(), values))
             for table, values in self._tables
@@ -212,8 +212,8 @@ class CodeGuard:
         """Returns a number for the specs, strides and ``requires_grad`` of the tensors. They are
         compared only after a change of some tensor of the process, as reading them all would load
         them into the cache."""
-        if self._looked != token.replaced[0] or self._plain:
-            self._looked = token.replaced[0]
+        if self._looked != token.replacements[0] or self._plain:
+            self._looked = token.replacements[0]
             key = (
                 tuple([(t.spec, t.local.requires_grad, t.local.stride()) for t in self._dist]),
                 tuple([

@@ -93,7 +93,7 @@ class GuardedForward(InstanceForward):
         raise NotImplementedError
 
     def key_of_own(self, guard: CodeGuard) -> Any:
-        """Returns the key of the tensors that the forward reads besides its arguments."""
+        """Returns the key of the tensors that the forward reads and that are no arguments."""
         return guard.state()
 
     def attributes_as_inputs(self, guard: CodeGuard) -> Sequence[Any]:

@@ -4,7 +4,7 @@ may depend on.
 Mutating methods notify the guard, so that checking it costs nothing. The first guarded module wraps
 the methods of ``nn.Module`` that assign attributes (as ``train()`` and ``eval()`` do) or register
 hooks. The tables of parameters, buffers and children of a guarded module notify its guard too, and
-``token.replaced`` counts changes of the tensors themselves.
+``token.replacements`` counts changes of the tensors themselves.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ModuleGuard:
         self.hooked = _any(self._hooks)
         tables = [t for m in self.modules for t in (m._parameters, m._buffers)]
         self.tensors: list[Any] = [p for t in tables for p in t.values() if p is not None]
-        self._remade = token.replaced[0]
+        self._remade = token.replacements[0]
         self.elsewhere = are_elsewhere(self.tensors)
         self._specs = [p.spec for p in self.tensors] if self.elsewhere else []
         self._locals = [p.local for p in self.tensors] if self.elsewhere else []
@@ -81,11 +81,11 @@ class ModuleGuard:
         if self.hooked:
             return _any(self._hooks)
         return not any(global_module_hooks) and (
-            self._remade == token.replaced[0] or self._tensors_unchanged()
+            self._remade == token.replacements[0] or self._tensors_unchanged()
         )
 
     def _tensors_unchanged(self) -> bool:
-        self._remade = token.replaced[0]
+        self._remade = token.replacements[0]
         return all(map(is_, [p.spec for p in self.tensors], self._specs)) and all(
             map(is_, [p.local for p in self.tensors], self._locals)
         )

@@ -33,15 +33,15 @@ Tensor = torch.Tensor
 
 @dataclass(slots=True)
 class OffMeshProgram:
-    """The results of a forward for inputs of one kind (with ``infer.Out`` for the tensors, which
-    have the ``specs``), and the number of its random calls."""
+    """The results of a forward for inputs of one kind (with a ``TensorResult`` for each tensor, and
+    their ``specs``), and the number of its random calls."""
 
     result: Any
     specs: list[DistSpec]
     draws: int
     spec: DistSpec  # of an input
     nothing: Tensor  # the token of results that need no gradient
-    orphan: Tensor  # the token of results that depend on no tensor that this rank sent
+    no_source: Tensor  # the token of results that depend on no tensor that this rank sent
     single: bool  # the result is one new tensor, which is no view
 
     def run(self, inputs: Sequence[DistTensor]) -> Any:
@@ -49,15 +49,15 @@ class OffMeshProgram:
         for _ in range(self.draws):
             state.draw(mesh, "fast")
         if not self.single:
-            return execute.filled(result, self.specs, [*inputs, self.orphan], mesh.device)
+            return execute.fill_results(result, self.specs, [*inputs, self.no_source], mesh.device)
         joined = self.nothing
-        if result.sources:  # as token.join: gradients are on, and the last source is the orphan
-            joined = self.orphan
+        if result.sources:  # as token.join: gradients are on, and the last source is the no_source
+            joined = self.no_source
             for i in result.sources[:-1]:
                 local = inputs[i].local
-                if local is joined or local is self.orphan or local.grad_fn is None:
+                if local is joined or local is self.no_source or local.grad_fn is None:
                     continue
-                joined = local if joined is self.orphan else torch.cat((joined, local))
+                joined = local if joined is self.no_source else torch.cat((joined, local))
         return wrap(joined, self.specs[0])
 
 
@@ -102,7 +102,7 @@ def trace(
         results: list[DistSpec] = []
         kept = set(map(id, own))
 
-        def describe(value: DistTensor) -> infer.Out:
+        def describe(value: DistTensor) -> infer.TensorResult:
             same = numbers.get(id(value))
             if same is None and (
                 value.is_initialized or id(value) in kept or id(value) not in known
@@ -115,13 +115,19 @@ def trace(
             above = None if viewed is None else numbers[id(viewed)]
             sources = () if same is not None else _sources(value, tokens, len(inputs))
             spec = value.spec
-            return infer.Out(len(results) - 1, spec.shape, spec.dtype, sources, same, above)
+            return infer.TensorResult(
+                len(results) - 1, spec.shape, spec.dtype, sources, same, above
+            )
 
         _check(result)
         described = substitute(result, describe, DistTensor)
-        one = type(described) is infer.Out and described.same is None and described.viewed is None
+        one = (
+            type(described) is infer.TensorResult
+            and described.same is None
+            and described.viewed is None
+        )
         device = specs[0].mesh.device
-        shared = token.detached(device), token.orphan(device)
+        shared = token.no_grad_token(device), token.no_source_token(device)
         return result, OffMeshProgram(described, results, draws, specs[0], *shared, one)
     except Untraceable as why:
         return result, str(why)
@@ -146,19 +152,19 @@ def _mark(local: Tensor) -> Tensor:
         return root.view_as(root)
 
 
-def _sources(value: DistTensor, tokens: dict[Any, int], orphan: int) -> tuple[int, ...]:
-    """Returns the inputs on whose tokens ``value`` depends, and ``orphan`` if it requires grad.
+def _sources(value: DistTensor, tokens: dict[Any, int], no_source: int) -> tuple[int, ...]:
+    """Returns the inputs on whose tokens ``value`` depends, and ``no_source`` if it requires grad.
     Raises Untraceable if it depends on a token that no input has."""
     local: Any = value.local
     if not local.requires_grad:
         return ()
     if not torch.is_grad_enabled() or local.grad_fn is None:
         raise Untraceable("it gives a tensor that requires grad by itself")
-    ends = {*tokens, token.orphan(local.device).grad_fn}
+    ends = {*tokens, token.no_source_token(local.device).grad_fn}
     nodes = nodes_of([local], ends)
     if any(all(n is None for n, _ in node.next_functions) for node in nodes - ends):
         raise Untraceable("its result depends on tensors that are not among its inputs")
-    return (*sorted(tokens[node] for node in nodes if node in tokens), orphan)
+    return (*sorted(tokens[node] for node in nodes if node in tokens), no_source)
 
 
 class _Calls(TorchFunctionMode):

@@ -6,7 +6,7 @@ and its function mode sees the calls of regular tensors. One line of the tape is
     the local function of a plan, a reshard of a local         whatever they do inside
     a function of regular tensors, of the user or ours         seen by the function mode
     a custom autograd function of regular tensors
-    ``local_for`` and ``written`` of a source                  an argument, a parameter, ...
+    ``local_for`` and ``mark_written`` of a source             an argument, a parameter, ...
 
 A tensor that none of these made, and that is no source, ends the recording. So does everything that
 a replay would miss: values read by Python, messages, hooks, other modes.
@@ -22,7 +22,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from disttensor.autograd import activation_checkpoint
-from disttensor.comm.compare_programs import Call
+from disttensor.comm.compare_programs import CallSignature
 from disttensor.dispatch import dispatch, fallback, writes
 from disttensor.dispatch.call_plan import PythonCall
 from disttensor.errors import name_of
@@ -63,7 +63,7 @@ class Program(NamedTuple):
 
     run: Function
     text: str
-    calls: tuple[Call, ...]
+    calls: tuple[CallSignature, ...]
     cut: tuple[tuple[Any, bool], ...]
     written: tuple[str, ...]
     parameters: tuple[str, ...]
@@ -138,7 +138,7 @@ class CallRecorder(Observer):
         self.within = 0  # number of calls of DistTensors around this one
         self.writes = False
         self.opening = False  # inside a local function whose calls become lines
-        self.calls: list[Call] = []
+        self.calls: list[CallSignature] = []
         self.cut: dict[int, tuple[Any, bool]] = {}
         self.written: dict[str, None] = {}
         self.ambient, self.grad = ambient(device), torch.is_grad_enabled()
@@ -164,7 +164,7 @@ class CallRecorder(Observer):
             return func(*args, **kwargs)
         self.advance()
         if DistTensor in types:
-            if infer.dynamic(func, args, kwargs):
+            if infer.is_dynamic(func, args, kwargs):
                 self.refuse(f"{name_of(func)}: the shape of its result depends on data")
             if func is _SET_DATA:  # changes a wrapper below its class
                 with no_torch_function():
@@ -351,14 +351,14 @@ class CallRecorder(Observer):
         self.tape.add_line(LineKind.READ, f"{name} = {call}", name)
 
     def wrote(self, x: DistTensor) -> None:
-        """Records a call ``written(x)``."""
+        """Records a call ``mark_written(x)``."""
         self.writes = True
         source = self.tape.source_of(x)
         if self.why:
             return
         if source is not None:
             self.written[source] = None
-            text = f"{self.tape.constant(writes.written)}({source})"
+            text = f"{self.tape.constant(writes.mark_written)}({source})"
         else:
             text = f"{self.tape.constant(views.invalidate)}({self.tape.text(x.local)})"
         self.tape.add_line(LineKind.WRITE, text)

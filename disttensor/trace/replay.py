@@ -143,7 +143,7 @@ def _unfit(tensors: Sequence[Any]) -> str:
         return "this rank is outside the mesh, where nothing is computed"
     if any(t.spec.layout.partial for t in dist):
         return "it reads a pending sum from outside, which may have been reduced before"
-    if any(t.spec.layout.own for t in dist):
+    if any(t.spec.layout.custom for t in dist):
         return "a placement of a type of the user's"
     if len({id(getattr(t, "local", t)) for t in tensors}) < len(tensors):
         return "two of its tensors are one local"

@@ -15,7 +15,7 @@ from disttensor.dispatch.reduction_cache import Reduced
 from disttensor.tensor import reshard as tensor_reshard
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.grad_slot import collector_of
-from disttensor.tensor.uses import given_uses
+from disttensor.tensor.uses import set_uses
 from disttensor.tensor.versions import version
 from disttensor.torch_private import make_subclass
 from disttensor.trace.tape import LineKind, Tape, container_text, is_constant
@@ -91,7 +91,7 @@ class Results:
                     aliases.append(f"({axes!r}, {self.tape.variable_of(alias)})")
             listed = "".join(f"{a}, " for a in aliases)
             if origin != "None" or aliases:
-                give = self.tape.constant(given_uses)
+                give = self.tape.constant(set_uses)
                 self.tape.add_line(LineKind.MAKE, f"{give}({name}, {origin}, ({listed}))")
         kept = x._reduced
         if kept is not None and kept.source is x.local and kept.version == version(x.local):

@@ -153,7 +153,7 @@ def extremes(
 
 
 def extreme(x: Tensor, largest: bool) -> Tensor:
-    """amax or amin; of nothing, what any element beats."""
+    """Returns amax or amin; of no elements, the neutral element."""
     if x.numel():
         return x.amax() if largest else x.amin()
     return x.new_full((), neutral(x.dtype, largest))

@@ -114,7 +114,7 @@ def _plain(item: slice) -> bool:
 
 
 def _place(got: Indexed, advanced: Sequence[Arg], places: Sequence[int]) -> None:
-    """Put the dims of the indices, broadcast, where torch does: in place if neighbours, else
+    """Puts the dims of the indices, broadcast, where torch does: in place if neighbours, else
     first."""
     got.index = pointwise_factors(advanced)
     fixed = {

@@ -42,7 +42,8 @@ def along(target: Arg, dim: int, others: list[Arg], terms: Terms, adds: bool = F
 
 
 def together(*tensors: Any) -> Terms:
-    """Linear in these tensors together; in nothing, where one is a plain number, or of bools."""
+    """Returns the terms of a call that is linear in these tensors together: none if one is a plain
+    number, or of bools."""
     if not all(isinstance(t, Arg) and t.dtype is not torch.bool for t in tensors):
         return ()
     return tuple(frozenset({t.index}) for t in tensors)

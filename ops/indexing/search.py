@@ -14,7 +14,7 @@ from ops.registry import rule
 
 @rule(torch.isin, exact=True)
 def isin(elements: Any, test_elements: Any, **words: Any) -> Factors:
-    """every element by itself, among all of the others"""
+    """each element separately, among all of the others"""
     if not isinstance(elements, Arg):
         raise NoRule("a number among elements")
     dims = letters_of(elements)
@@ -24,7 +24,7 @@ def isin(elements: Any, test_elements: Any, **words: Any) -> Factors:
 
 @rule(torch.bucketize, exact=True)
 def bucketize(input: Any, boundaries: Arg, **words: Any) -> Factors:
-    """every element by itself; the boundaries are whole"""
+    """each element separately; the boundaries are whole"""
     if not isinstance(input, Arg):
         raise NoRule("the bucket of a number")
     dims = letters_of(input)
@@ -33,7 +33,7 @@ def bucketize(input: Any, boundaries: Arg, **words: Any) -> Factors:
 
 @rule(torch.searchsorted, exact=True)
 def searchsorted(sorted_sequence: Arg, input: Any, **words: Any) -> Factors:
-    """every value by itself in a sequence that is whole; rows of values in rows of sequences"""
+    """each value separately, in a whole sequence; rows of values in rows of sequences"""
     if not isinstance(input, Arg) or tensors_in(*words.values()):
         raise NoRule("the place of a number, or places by a sorter")
     if sorted_sequence.ndim == 1:

@@ -27,7 +27,7 @@ class Owned:
         return cls(piece.local_box.offset[dim], piece.local_shape[dim], piece.shape[dim])
 
     def find(self, index: Tensor, negative: bool = False) -> tuple[Tensor, Tensor]:
-        """(numbers within the piece, 0 for rows of others; mask of the rows of others).
+        """Returns (numbers within the piece, 0 for rows of others; mask of the rows of others).
 
         ``negative``: numbers below zero count from the end, and those too large from the start."""
         if negative and index.numel():

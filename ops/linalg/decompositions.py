@@ -44,7 +44,8 @@ def _one_matrix(tensors: list[Arg]) -> list[int]:
 
 
 def _solves(tensors: list[Arg]) -> list[int]:
-    """A and B, which is a batch of vectors where it has A's shape without the last dim."""
+    """Returns the number of matrix dims of each tensor: B is a batch of vectors if it has one dim,
+    or A's shape without the last dim."""
     if len(tensors) == 2:
         a, b = tensors
         if b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1]):

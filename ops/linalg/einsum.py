@@ -41,8 +41,9 @@ def _spaced(term: str) -> str:
 
 
 def _local(call: LocalCall) -> Any:
-    """torch multiplies elementwise in place of a matrix product, which autocast knows, where all
-    that is summed has size 1; the order of several products depends on sizes too."""
+    """Returns the local function, with the dtype of the whole call if pieces would change it. Torch
+    multiplies elementwise, which autocast treats otherwise, if all summed dims have size 1; sizes
+    also decide the order of several products."""
     cut = [s for p in call.inputs for s, n in zip(p.local_shape, p.shape, strict=True) if s != n]
     alike = all(s > 1 for s in cut) and (len(call.inputs) < 3 or not cut)
     return call.func if alike else in_dtype_of_whole(call)

@@ -17,8 +17,8 @@ fft = torch.fft
 
 
 def _transform(func: Function, default: Any) -> None:
-    """``default``: the dims where none are given; None: the last ones for which there are sizes, or
-    all."""
+    """Registers a transform. ``default``: the dims if none are given; None: the last ones for which
+    there are sizes, or all."""
 
     @rule(func, exact=True, doc="linear; transformed dims whole")
     def factors(

@@ -30,7 +30,7 @@ def fit(name: str, a: Arg, i: int, b: Arg, j: int) -> None:
 
 
 def _carried_out(f: Factors, local: LocalMaker) -> Factors:
-    """By the local function, which computes each element as torch's own does."""
+    """Returns ``f`` with a local function, which computes each element as torch's own does."""
     return f.replace(local=local, independent=frozenset(f.sizes))
 
 
@@ -69,7 +69,8 @@ def rmatmul(input: Arg, other: Arg) -> Factors:
 
 
 def _fixed(*funcs: Any, pattern: str, check: tuple[int, int] | None = None) -> None:
-    """A product of two tensors of fixed ndims; ``check``: the dims that are multiplied."""
+    """Registers a product of two tensors of fixed ndims; ``check``: the dims that are
+    multiplied."""
     name = funcs[0].__name__
     ndims = [len(t.split()) for t in pattern.split("->")[0].split(",")]
 
@@ -96,7 +97,8 @@ _fixed(torch.outer, torch.ger, pattern="m, n -> m n")
 
 
 def _broadcast(call: LocalCall) -> Any:
-    """torch does not broadcast the input of addmv where the matrix has no elements."""
+    """Returns the local function, which broadcasts the input of addmv: torch does not if the matrix
+    has no elements."""
     func, shape = call.func, call.outputs[0].local_shape
     if not is_empty(call) or call.inputs[0].local_shape == shape:
         return func
@@ -111,8 +113,8 @@ def _sum_and_product(
     func: Any, pattern: str, out: str, fits: tuple[tuple[int, int], ...],
     reduced: dict[Letter, str], local: LocalMaker = _broadcast,
 ) -> None:  # fmt: skip
-    """beta * input + alpha * (a product of two): input broadcasts to the result and joins a pending
-    sum once."""
+    """Registers beta * input + alpha * (a product of two): input broadcasts to the result and joins
+    a pending sum once."""
     name = func.__name__
 
     @rule(func, numbers="type", doc=f"input + ({pattern} -> {out})")

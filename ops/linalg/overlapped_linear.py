@@ -107,8 +107,7 @@ def overlapped(
         input, weight, bias = (autocast(t) for t in (input, weight, bias))
     product: Tensor = _weights(weight, bias, [input], turned, func)
     renumber(product.grad_fn, nodes.pop())
-    result: Tensor = _input(input, product, [weight], turned)
-    return result
+    return _input(input, product, [weight], turned)
 
 
 def _rows(t: Tensor) -> Tensor:

@@ -50,7 +50,8 @@ def grouped_mm(
 
 
 def _aligned(call: Any) -> Any:
-    """On pieces of which rows have no multiple of 16 bytes, or nothing: with zeros after them."""
+    """Returns the local function, which pads pieces whose rows are empty, or no multiple of 16
+    bytes, with zeros."""
 
     def grouped_mm(input: Any, mat2: Any, *more: Any, **words: Any) -> Any:
         unit = 16 // input.element_size()

@@ -86,8 +86,8 @@ def with_whole_keys(call: LocalCall, dropout_p: float, is_causal: bool) -> Local
 
 
 def causal(call: LocalCall) -> Callable[..., Any]:
-    """Causal attention of the queries first, first + 1, ... that this rank has: to the keys up to
-    each."""
+    """Returns the local function of causal attention of this rank's queries first, first + 1, ...:
+    each sees the keys up to its own number."""
     plain, out = zeros_if_empty(call), call.outputs[0]
     count, first = out.local_shape[-2], out.local_box.offset[-2]
     if not call.axes("l") or not math.prod(out.local_shape):
@@ -108,8 +108,8 @@ def causal(call: LocalCall) -> Callable[..., Any]:
 
 
 def with_dropout(call: LocalCall) -> Callable[..., Any]:
-    """scaled_dot_product_attention with dropout: of the weights [..., l, s], a number each. The
-    width of the values may be split: those ranks share the mask."""
+    """Returns the local function of attention with dropout: a number for each of the weights [...,
+    l, s]. The width of the values may be split: those ranks share the mask."""
     out, keys = call.outputs[0], call.inputs[1]
     size = keys.shape[-2]
     offset, rows = out.local_box

@@ -30,8 +30,8 @@ class Hidden(NamedTuple):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, hidden: Hidden) -> tuple[Tensor, Tensor]:
-    """(result, log-sum-exp of each query's scores): [b, h, l, v] and [b, h, l], in ``wide``. A
-    query that sees no key has 0 and -inf."""
+    """Returns (result, log-sum-exp of each query's scores): [b, h, l, v] and [b, h, l], in
+    ``wide``. A query that sees no key has 0 and -inf."""
     if _flash(q, v, hidden):
         mask = _added(hidden.mask, q.dtype)
         out, lse = flash_on_cpu(
@@ -83,7 +83,7 @@ def attend_backward(
 
 
 def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    """The result for some keys becomes that for those and others, in place."""
+    """Adds, in place, the result for more keys to the result for some."""
     weight = torch.sigmoid(more_lse - lse).nan_to_num_(0.0)  # of a query that has seen no key: 0
     out.lerp_(more, weight.unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, more_lse))
@@ -101,14 +101,14 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def _added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A mask as what is added to the scores."""
+    """Returns a mask as numbers that are added to the scores."""
     if mask is None or mask.dtype != torch.bool:
         return mask if mask is None else mask.to(dtype)
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -math.inf)
 
 
 def _wide(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """In the dtype of sums, each with the heads of q."""
+    """Returns q, k and v in the dtype of sums, each with the heads of q."""
     dtype, each = wide(q.dtype), q.shape[1] // max(1, k.shape[1])
     if each > 1:
         k, v = k.repeat_interleave(each, 1), v.repeat_interleave(each, 1)

@@ -49,7 +49,8 @@ def _factors(
     name: str, n: int, input: Arg, weight: Arg, bias: Any, groups: int, out: tuple[int, ...],
     windows: tuple[Window, ...], local: Any,
 ) -> Factors:  # fmt: skip
-    """``windows``: one for each dim that slides; none of a transposed convolution."""
+    """Returns the factors of a convolution. ``windows``: one for each dim that slides; none of a
+    transposed convolution."""
     transposed = not windows
     lead: tuple[Any, ...] = ("n",) * (input.ndim - n - 1)
     slide = tuple(f"in{i}" for i in range(n))

@@ -41,7 +41,8 @@ class Options:
 
 
 def _factors(input: Arg, target: Arg, weight: Any, words: dict[str, Any], logits: bool) -> Factors:
-    """[C] or [N, C, ...] with class numbers [] or [N, ...], or probabilities of the same shape."""
+    """Returns the factors of [C] or [N, C, ...] with class numbers [] or [N, ...], or with
+    probabilities of the same shape."""
     reduction = modern(words)
     if not input.ndim:
         raise NoRule("a number")

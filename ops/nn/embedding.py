@@ -83,8 +83,7 @@ def _bags(call: Any) -> Callable[..., Tensor]:
     run = zeros_if_empty(call)
 
     def embedding_bag(*args: Any, sparse: bool = False, **words: Any) -> Tensor:
-        out: Tensor = run(*args[:7], *(False,) * (len(args) > 7), *args[8:], **words)
-        return out
+        return run(*args[:7], *(False,) * (len(args) > 7), *args[8:], **words)
 
     return embedding_bag
 

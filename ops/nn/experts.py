@@ -34,9 +34,9 @@ Experts = Callable[..., Tensor]  # (rows [pairs, d], counts, *parameters) -> [pa
 def run_experts(
     experts: Experts, num_experts: int, tokens: Any, indices: Any, weights: Any, *parameters: Any
 ) -> Any:
-    """tokens [..., d], indices and weights [..., k], parameters [num_experts, ...] each -> [..., d]
-    of the dtype of tokens: the sum over k of weight times what expert number index makes of the
-    token."""
+    """Returns [..., d] in the dtype of tokens: the sum over k of weight times the result of expert
+    number index for the token. tokens [..., d], indices and weights [..., k], parameters
+    [num_experts, ...]."""
     given = tokens, indices, weights, *parameters
     if has_torch_function(given):
         return handle_torch_function(run_experts, given, experts, num_experts, *given)
@@ -49,7 +49,7 @@ def run_experts(
 def _(
     experts: Experts, num_experts: int, tokens: Arg, indices: Arg, weights: Arg, *parameters: Arg
 ) -> Factors:
-    """... d, ... k, ... k, e ... -> ... d; an axis may split e beside a dim of the tokens"""
+    """... d, ... k, ... k, e ... -> ... d; an axis may split e and a dim of the tokens"""
     lead = tuple(f".{i}" for i in range(tokens.ndim - 1))
     sizes: dict[Any, int] = dict(zip(lead, tokens.shape, strict=False))
     sizes |= {"d": tokens.shape[-1], "k": indices.shape[-1], "e": num_experts}
@@ -65,12 +65,12 @@ def _(
     both = tuple(a for a in owns if a in along)
     return Factors(
         tuple(inputs), (inputs[0],), sizes, reduced={"e": "sum"}, whole=frozenset(whole),
-        beside={"e": both} if both else {}, local=partial(_local, num_experts, both),
+        co_split={"e": both} if both else {}, local=partial(_local, num_experts, both),
     )  # fmt: skip
 
 
 def _plain(num_experts: int) -> Callable[..., Tensor]:
-    """All experts are here."""
+    """Returns the local function of a rank that has all experts."""
 
     def find(indices: Tensor, k: int) -> Route:
         every = narrow(indices, num_experts).view(1, -1, k)
@@ -112,12 +112,10 @@ def _local(num_experts: int, both: Axes, call: LocalCall) -> Callable[..., Tenso
         return _route(every, counts, me, ranges)
 
     def send(rows: Tensor, sent: Any, received: Any) -> Tensor:
-        out: Tensor = call.collectives.exchange_rows(rows, sent, received, group)
-        return out
+        return call.collectives.exchange_rows(rows, sent, received, group)
 
     def choose(indices: Tensor, k: int) -> Route:
-        found: Route = call.collectives.once(lambda: find(indices, k))
-        return found
+        return call.collectives.once(lambda: find(indices, k))
 
     return _run(choose, send if group else None)
 
@@ -166,7 +164,7 @@ def _run(find: Callable[[Tensor, int], Route], send: Any) -> Callable[..., Tenso
 
 
 def _summed(rows: Tensor, at: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-    """[size, d] of ``dtype``: row i is the sum of the rows that are ``at`` i, in 32 bits at
+    """Returns [size, d] of ``dtype``: row i is the sum of the rows that are ``at`` i, in 32 bits at
     least."""
     wide = torch.promote_types(torch.promote_types(rows.dtype, dtype), torch.float32)
     out = rows.new_zeros((size, rows.shape[1]), dtype=wide)

@@ -41,7 +41,7 @@ def total(losses: Tensor, divisor: Any = 1) -> Tensor:
 
 
 def lossy(f: Factors, reduction: str, count: int) -> Factors:
-    """``f`` describes the function with reduction="none"; what becomes of it with another one."""
+    """Returns the factors of a loss from ``f``, the factors with reduction="none"."""
     if reduction == "none":
         return f
     divisor = 1 if reduction == "sum" else count

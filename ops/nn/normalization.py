@@ -67,8 +67,7 @@ def group_norm(
             return run
 
         def group_norm(x: Tensor, groups: int, *args: Any, **kwargs: Any) -> Tensor:
-            out: Tensor = run(x, groups // parts, *args, **kwargs)
-            return out
+            return run(x, groups // parts, *args, **kwargs)
 
         return group_norm
 
@@ -119,7 +118,7 @@ def batch_norm(
         axes = tuple(sorted(call.axes(*gone)))
         return _batch_norm(call, gone, axes) if axes or is_empty(call) else whole_batch(call)
 
-    return Factors(inputs, (dims,), sizes, written=written, local=local)
+    return Factors(inputs, (dims,), sizes, side_writes=written, local=local)
 
 
 def _of_a_dense_gradient(make: Callable[[LocalCall], Any], call: LocalCall) -> Any:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from disttensor.core.layout import Box, Range, Ranges, dealt
+from disttensor.core.layout import Box, Range, Ranges, balanced_ranges
 from disttensor.torch_private import autocast_is_on
 from ops.dealing import Dealing, Exchanged
 from ops.dtypes import autocast, wide
@@ -177,8 +177,7 @@ def _unpacked(flat: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _round(ring: Ring, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """(block, its keys, its values), step after step; the next one comes meanwhile. Of a block that
-    has ended its way there is nothing."""
+    """Yields (block, its keys, its values) of each step, while the next block is on its way."""
     row, held = _row(k, v), torch.cat([k.reshape(-1), v.reshape(-1)])
     for step in range(ring.size):
         work = ring.hop(step + 1, held, row) if step + 1 < ring.size else None
@@ -194,13 +193,13 @@ def ring(call: LocalCall, dropout_p: float, is_causal: bool) -> Callable[..., An
     axes, (query, key) = call.axes("l"), call.inputs[:2]
     lengths = query.shape[-2], key.shape[-2]
     pieces = tuple(ranges_of(call, size, axes) for size in lengths)
-    balanced = bool(query.layout.own)
+    balanced = bool(query.layout.custom)
     deals = is_causal and lengths[0] == lengths[1] and not balanced
     n = len(pieces[0])
     me = call.member(axes)
     held: list[tuple[Ranges, ...]] = [tuple((r,) for r in p) for p in pieces]
     if deals or balanced:
-        held = [tuple(dealt(size, i, n) for i in range(n)) for size in lengths]
+        held = [tuple(balanced_ranges(size, i, n) for i in range(n)) for size in lengths]
 
     def exchange(sent: Sequence[Tensor], numels: Sequence[int]) -> Any:
         return call.collectives.exchange(sent, numels, axes)
@@ -238,7 +237,8 @@ def ring(call: LocalCall, dropout_p: float, is_causal: bool) -> Callable[..., An
 
 
 def dropout(call: LocalCall, query: Tensor, p: float) -> Callable[[Pair], Tensor]:
-    """The factors of the weights of a pair, by position: the same bits as in one process."""
+    """Returns the factors of the weights of a pair, by position: the same bits as in one
+    process."""
     draw: DrawProtocol = call.collectives.draw("fast")
     out, size = call.outputs[0], call.inputs[1].shape[-2]
     lead, dtype = out.local_box, wide(query.dtype)
@@ -254,8 +254,8 @@ def dropout(call: LocalCall, query: Tensor, p: float) -> Callable[[Pair], Tensor
 
 
 def four(x: Tensor, lead: Sequence[int] = ()) -> Tensor:
-    """[b, h, l, e] of a tensor with any leading dims; a mask is expanded to ``lead`` where there
-    are several."""
+    """Returns [b, h, l, e] of a tensor with any leading dims. A mask is expanded to ``lead`` if
+    there are several."""
     if len(lead) > 1:
         x = x.expand(*lead, *x[(None,) * max(0, 3 - x.ndim)].shape[-3:])
     if x.ndim < 4:

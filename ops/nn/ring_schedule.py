@@ -109,8 +109,8 @@ class Ring:
         )
 
     def hop_back(self, step: int, sums: Tensor, row: int) -> Any:
-        """The gradients that were summed up to ``step`` go to the rank that adds to them next, or
-        home: the work under way, or None where none do."""
+        """Sends the gradients that were summed up to ``step`` to the rank that adds to them next,
+        or home. Returns the running work, or None if nothing is sent."""
         if max(self.reach) < step:
             return None
         block, coming, n = self.at(step), self.at(step + 1), self.size
@@ -130,7 +130,7 @@ class Ring:
 
 
 def _side_by_side(a: Pair, b: Pair) -> Pair | None:
-    """Two pairs that are seen wholly as one, if that is a rectangle."""
+    """Returns two pairs that are seen wholly as one, if that is a rectangle."""
     if a.seen != "all" or b.seen != "all":
         return None
     if a.rows == b.rows and a.keys.stop == b.keys.start:

@@ -42,8 +42,9 @@ def narrow(indices: Tensor, experts: int) -> Tensor:
 
 
 def route(every: Tensor, tokens: int, me: int, ranges: Sequence[Range]) -> Route:
-    """every: [members, most tokens of one, k], narrow, -1 where a member has fewer; ``tokens``:
-    how many this member has; ``ranges[i]``: the experts of member i, in order."""
+    """Returns the route of each token. every: [members, most tokens of one, k], narrow, -1 if a
+    member has fewer; ``tokens``: the number of this member's; ``ranges[i]``: the experts of member
+    i, in order."""
     n, most, k = every.shape
     mine, device = every[me, :tokens].long(), every.device
     first, last = ranges[me]
@@ -74,8 +75,8 @@ def route(every: Tensor, tokens: int, me: int, ranges: Sequence[Range]) -> Route
 
 
 def spread(every: Tensor, tokens: Sequence[int], me: int, ranges: Sequence[Range]) -> Route:
-    """``route`` where there is no data, as in a simulation: tokens take experts in turn, and the
-    choices of a token are evenly apart."""
+    """Returns a ``route`` without data, as in a simulation: tokens take experts in turn, and the
+    choices of a token have equal distances."""
     n, most, k = every.shape
     experts = max([1, *(stop for _, stop in ranges)])
     with without_fakes():

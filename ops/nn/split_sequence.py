@@ -30,7 +30,7 @@ def brought_together(
     axes = tuple(a for a in call.axes("l") if call.mesh_shape[a] > 1)
     if not axes:
         return whole(call)
-    balanced = bool(call.inputs[0].layout.own)
+    balanced = bool(call.inputs[0].layout.custom)
     sizes = sizes_of(call, axes, is_causal and not balanced)
     way, why = Choice(policy, "as attention.policy says")
     if balanced:
@@ -83,7 +83,8 @@ def possible(call: LocalCall, axes: Axes, dropout_p: float) -> list[str]:
 
 
 def moved(call: LocalCall, piece: Any, axes: Axes, heads: bool) -> LocalPiece:
-    """``piece`` with its length whole over ``axes``, which split its heads instead if asked."""
+    """Returns ``piece`` with its length whole over ``axes``, which split its heads instead if
+    asked."""
     dims = list(piece.layout.dims)
     if len(dims) > 1:
         dims[-2] = tuple(a for a in dims[-2] if a not in axes)
@@ -102,7 +103,7 @@ def reshards(call: LocalCall, have: Any, want: Any, axes: Axes) -> Local:
 
 
 def gathered(call: LocalCall, axes: Axes, whole: Callable[[LocalCall], Local]) -> Local:
-    """k and v are gathered; their gradients are scattered in the sum."""
+    """Returns the function that gathers k and v; their gradients are scattered in the sum."""
     query, *keys = call.inputs
     wanted = [moved(call, p, axes, heads=False) for p in keys[:2]]
     inner = whole(replace(call, inputs=[query, *wanted, *keys[2:]]))

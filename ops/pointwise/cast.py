@@ -29,7 +29,7 @@ DTYPES = {
 
 
 def smooth(dtype: Any) -> bool:
-    """A dtype of real or complex numbers, of at least 16 bits."""
+    """Returns True for a dtype of real or complex numbers of at least 16 bits."""
     return dtype is None or ((dtype.is_floating_point or dtype.is_complex) and dtype.itemsize > 1)
 
 
@@ -134,7 +134,7 @@ def _pairs(call: Any) -> Any:
 
 @rule(torch.Tensor.copy_)
 def copy_(input: Arg, src: Any, non_blocking: bool = False) -> Factors:
-    """the target is only written; linear in what is copied"""
+    """the target is only written; linear in the source"""
     if not isinstance(src, Arg):
         return fill_(input, src)
     linear = (smooth(input.dtype) and smooth(src.dtype)) or input.dtype == src.dtype

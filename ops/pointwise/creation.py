@@ -38,7 +38,7 @@ def new(input: Arg, shape: tuple[int, ...], local: Callable[[Any], Any] | None) 
 
 
 def sizes_of(size: tuple[Any, ...]) -> tuple[int, ...]:
-    """``new_zeros(2, 3)``, ``new_zeros((2, 3))``"""
+    """Returns the sizes of ``new_zeros(2, 3)`` or ``new_zeros((2, 3))``."""
     if len(size) == 1 and not isinstance(size[0], int):
         size = tuple(size[0])
     if not all(isinstance(s, int) for s in size):

@@ -105,8 +105,8 @@ def operands(args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> list
 
 
 def each(*values: Any) -> Terms | None:
-    """A term for each: a tensor, or the tensors of a product. None if one holds a plain number
-    only."""
+    """Returns a term for each value: a tensor, or the tensors of a product. None if one holds only
+    a plain number."""
     terms = []
     for value in values:
         members = value if isinstance(value, (list, tuple)) else (value,)

@@ -37,7 +37,7 @@ ALPHA = 1.7580993408473766  # of SELU: minus its limit at minus infinity
 
 
 def alias(call: LocalCall) -> Callable[..., Any]:
-    """The input itself, as a tensor of its own in the graph."""
+    """Returns the input itself, as a tensor of its own in the graph."""
     return lambda input, *args, **kwargs: input.view_as(input)
 
 
@@ -106,7 +106,7 @@ rule(*AFFINE, exact=True, doc="elementwise")(dropout(linear=False))
 def with_mask(
     call: LocalCall, draw: DrawProtocol, input: Tensor, p: float, train: Any = True
 ) -> tuple[Tensor, Tensor]:
-    """native_dropout: the result and the mask."""
+    """Runs native_dropout: the result and the mask."""
     keep = draw.numbers("bernoulli", call.outputs[0], torch.bool, input.device, p=1.0 - p)
     return input * keep * (1.0 / (1.0 - p) if p < 1.0 else 0.0), keep
 
@@ -126,7 +126,7 @@ def sloped(
     call: LocalCall, draw: DrawProtocol, input: Tensor, lower: float = 0.125, upper: float = 1 / 3,
     *flags: Any, **named: Any,
 ) -> Tensor:  # fmt: skip
-    """Below zero times a number of its own from [lower, upper)."""
+    """Multiplies each element below zero by a number of its own from [lower, upper)."""
     bounds = {"low": lower, "high": upper}
     slope = draw.numbers("uniform", call.outputs[0], input.dtype, input.device, **bounds)
     slope.masked_fill_(input.detach() > 0, 1.0)

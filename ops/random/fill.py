@@ -91,7 +91,7 @@ def _exponential(dtype: Any, lambd: float = 1.0) -> Kind:
 
 
 def _integers(dtype: Any, *bounds: int, **named: int) -> Kind:
-    """random_(), random_(to), random_(from, to)"""
+    """Returns the distribution of random_(), random_(to) or random_(from, to)."""
     low, high = (0, *bounds)[-2:] if bounds else (0, whole_float(dtype) + 1)
     return "integers", {"low": named.get("from", low), "high": named.get("to", high)}
 
@@ -151,7 +151,7 @@ def fill(input: Arg, *args: Any, **kwargs: Any) -> Factors:
 def likeness(
     call: LocalCall, draw: DrawProtocol, input: Tensor, *bounds: Any, **kwargs: Any
 ) -> Tensor:
-    """rand_like, randn_like, randint_like of this rank's piece."""
+    """Runs rand_like, randn_like or randint_like of this rank's piece."""
     kind, options = LIKES[call.func], {}
     if kind == "integers":
         low, high = (0, *bounds)[-2:] if bounds else (0, 0)

@@ -17,7 +17,7 @@ from ops.registry import rule
 
 @drawn("invariant")
 def tossed(call: LocalCall, draw: DrawProtocol, input: Tensor, p: Any = None) -> Tensor:
-    """bernoulli(p), bernoulli(input, p): 1 with probability p."""
+    """Runs bernoulli(p) or bernoulli(input, p): 1 with probability p."""
     odds = input if p is None else p
     out: Tensor = draw.numbers("bernoulli", call.outputs[0], input.dtype, input.device, p=odds)
     return out + zero_of(input) if input.requires_grad else out
@@ -32,7 +32,7 @@ def bernoulli(input: Arg, p: Any = None, **kwargs: Any) -> Factors:
 
 @drawn("invariant")
 def scattered(call: LocalCall, draw: DrawProtocol, mean: Any, std: Any = 1.0) -> Tensor:
-    """normal(mean, std): standard numbers, scaled and shifted."""
+    """Runs normal(mean, std): standard numbers, scaled and shifted."""
     like = mean if isinstance(mean, Tensor) else std
     if bool((torch.as_tensor(std) < 0).any()):
         raise RuntimeError("normal expects all elements of std >= 0.0")
@@ -50,7 +50,7 @@ def normal(mean: Any, std: Any = 1.0, **kwargs: Any) -> Factors:
 
 @drawn("invariant")
 def counted(call: LocalCall, draw: DrawProtocol, input: Tensor, none: Any = None) -> Tensor:
-    """poisson(rates): the quantile of a uniform number."""
+    """Runs poisson(rates): the quantile of a uniform number."""
     rates = input.detach().to(torch.float64)
     if not bool((rates >= 0).all()):
         raise RuntimeError("invalid Poisson rate, expected rate to be non-negative")

@@ -40,7 +40,7 @@ def neutral(dtype: torch.dtype, largest: bool) -> Any:
 
 
 def local_extreme(x: Tensor, gone: tuple[int, ...], largest: bool) -> Tensor:
-    """amax or amin with the reduced dims kept, also of an empty piece."""
+    """Returns amax or amin with the reduced dims kept, also of an empty piece."""
     if any(x.shape[d] == 0 for d in gone):
         shape = [1 if d in gone else s for d, s in enumerate(x.shape)]
         return x.new_full(shape, neutral(x.dtype, largest))
@@ -145,7 +145,7 @@ def candidate(
 def winner(
     call: LocalCall, x: Tensor, gone: tuple[int, ...], largest: bool, axes: Axes
 ) -> tuple[Tensor, Tensor]:
-    """(value, index) of the extreme over all ranks: the lowest index of those that tie."""
+    """Returns (value, index) of the extreme over all ranks: the lowest index of those that tie."""
     mine, place = candidate(x, gone, call, largest)
     values, places = (call.collectives.all_gather(t, axes) for t in (mine, place))
     data = values.detach()

@@ -30,7 +30,7 @@ def cumsum(input: Arg, dim: int, *, dtype: Any = None, out: None = None) -> Fact
 
 
 def _scan(*funcs: Function, results: int = 1, default: int | None = -1, doc: str) -> None:
-    """``default``: the dim where none is given."""
+    """Registers scans along one dim. ``default``: the dim if none is given."""
 
     @rule(*funcs, doc=doc)
     def factors(input: Arg, dim: Any = default, *args: Any, **words: Any) -> Factors:
@@ -129,7 +129,7 @@ def gradient(input: Arg, *, spacing: Any = None, dim: Any = None, edge_order: in
 
 
 def _areas(func: Function, *others: Function, gone: bool) -> None:
-    """``gone``: the dim is summed over."""
+    """Registers trapezoid sums. ``gone``: the dim is summed over."""
 
     @rule(func, *others, exact=True, doc="linear in both; the dim is whole")
     def factors(y: Arg, x: Any = None, *, dx: Any = None, dim: int = -1) -> Factors:

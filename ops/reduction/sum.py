@@ -116,7 +116,7 @@ def mean(
 def nanmean(
     input: Arg, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, out: None = None
 ) -> Factors:
-    """the sum and the count of what is not NaN, each reduced inside"""
+    """the sum and the count of the numbers that are not NaN, each reduced inside"""
     gone = reduced_dims(input, dim)
 
     def reduce(call: LocalCall, axes: Axes, x: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -155,7 +155,6 @@ def prod(input: Arg, dim: Any = None, keepdim: bool = False, *, dtype: Any = Non
 
     def reduce(call: LocalCall, axes: Axes, *args: Any, **kwargs: Any) -> Tensor:
         mine: Tensor = call.func(*args, **kwargs)
-        out: Tensor = call.collectives.all_gather(mine, axes).prod(0, dtype=mine.dtype)
-        return out
+        return call.collectives.all_gather(mine, axes).prod(0, dtype=mine.dtype)
 
     return reduction(input, dim, keepdim, "inner", local=inner(gone, reduce))

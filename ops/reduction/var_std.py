@@ -21,15 +21,16 @@ Tensor = torch.Tensor
 def moments(
     call: LocalCall, x: Tensor, gone: tuple[int, ...], axes: Axes, n: int, correction: float
 ) -> tuple[Tensor, Tensor]:
-    """(variance, mean) over all ranks, reduced dims kept, shared. ``n``: elements in all."""
+    """Returns (variance, mean) over all ranks, reduced dims kept, shared. ``n``: elements in
+    all."""
     mean = call.collectives.psum(x.sum(gone, True), axes) / n
     squares = (x - call.collectives.pvary(mean, axes)).square().sum(gone, True)
     return call.collectives.psum(squares, axes) / max(n - correction, 0), mean
 
 
 def _options(dim: Any, unbiased: Any, keepdim: bool, correction: Any) -> tuple[Any, float]:
-    """(dim, correction) out of torch's overloads: var(x, False), var(x, 0, False), var(x, dim=0,
-    correction=2)."""
+    """Returns (dim, correction) of torch's overloads: var(x, False), var(x, 0, False), var(x,
+    dim=0, correction=2)."""
     if isinstance(dim, bool):
         dim, unbiased = None, dim
     if unbiased is not None:

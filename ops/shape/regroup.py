@@ -16,7 +16,7 @@ from ops.factors import Arg, Dims, Factors, Letter
 
 
 def resolve(shape: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
-    """``sizes`` with -1 filled in. Raises RuntimeError, as torch does."""
+    """Returns ``sizes`` with -1 filled in. Raises RuntimeError, as torch does."""
     total = math.prod(shape)
     known = math.prod(s for s in sizes if s != -1)
     out = tuple(sizes)
@@ -50,7 +50,7 @@ def groups(src: Sequence[int], dst: Sequence[int]) -> list[tuple[list[int], list
 def regroup(
     src: Sequence[int], dst: Sequence[int]
 ) -> tuple[Dims, Dims, dict[Letter, int], frozenset[Letter]]:
-    """(letters of src, letters of dst, sizes, letters that split evenly or not at all)."""
+    """Returns (letters of src, letters of dst, sizes, letters that split evenly or not at all)."""
     ins: list[Letter] = [None] * len(src)
     outs: list[Letter] = [None] * len(dst)
     sizes: dict[Letter, int] = {}

@@ -55,7 +55,8 @@ def chunk(input: Arg, chunks: int, dim: int = 0) -> Factors:
 
 
 def _sections(input: Arg, sections: Any, at: int) -> Factors:
-    """As tensor_split: a number of nearly equal pieces, or the places of the cuts."""
+    """Returns the factors of tensor_split, from a number of nearly equal pieces or the places of
+    the cuts."""
     total = input.shape[at]
     if isinstance(sections, int):
         small, more = divmod(total, sections)

@@ -19,8 +19,8 @@ from disttensor.torch_private import is_view
 Local = Callable[..., Any]
 
 
-def apart(call: Any, run: Local, always: bool = False) -> Local:
-    """``run`` gives its input's memory only where that could be so for the global tensor.
+def own_memory(call: Any, run: Local, always: bool = False) -> Local:
+    """Makes ``run`` return its input's memory only if that could be so for the global tensor.
 
     ``always``: run is contiguous, which gives its input itself or a copy; else a reshape."""
     shape, piece = tuple(call.inputs[0].shape), tuple(call.inputs[0].local_shape)

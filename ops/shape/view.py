@@ -21,7 +21,7 @@ from ops.factors import Arg, Factors
 from ops.infer import NoRule
 from ops.registry import rule
 from ops.shape.regroup import regrouped, resolve
-from ops.shape.strides import apart
+from ops.shape.strides import own_memory
 
 Tensor = torch.Tensor
 Local = Callable[..., Any]
@@ -54,7 +54,7 @@ def local_reshape(call: Any) -> Local:
     """Returns the reshape with the sizes of this rank's piece."""
     shape = call.outputs[0].local_shape
     run = (lambda input, *sizes, **words: input.reshape(shape)) if needed(call) else call.func
-    return apart(call, run)
+    return own_memory(call, run)
 
 
 def local_expand(call: Any) -> Local:
@@ -81,7 +81,7 @@ def reshape(input: Arg, *shape: Any) -> Factors:
 
 
 def shaped_as(other: Arg, f: Factors) -> Factors:
-    """``f`` of a call whose second tensor counts by its shape only."""
+    """Returns ``f`` of a call whose second tensor counts by its shape only."""
     inputs = (*f.inputs, (None,) * other.ndim)
     return f.replace(inputs=inputs, metadata_only=frozenset({1}), moves=False, terms=FIRST)
 
@@ -187,7 +187,7 @@ def contiguous(input: Arg, memory_format: Any = torch.contiguous_format) -> Fact
 
     def local(call: Any) -> Local:
         plain = memory_format is torch.contiguous_format
-        return apart(call, call.func, always=True) if plain else call.func
+        return own_memory(call, call.func, always=True) if plain else call.func
 
     letters = letters_of(input)
     return moved(input, letters, view=True, local=local, independent=frozenset(letters))

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from disttensor.autograd import token
-from disttensor.autograd.joined_backward import one_backward, this_backward, when_over
-from disttensor.autograd.split_backward import SplitBackward, at_once, watched
+from disttensor.autograd.joined_backward import one_backward, run_after_backward, this_backward
+from disttensor.autograd.split_backward import SplitBackward, compute_weight_now, mark_hooked
 from disttensor.torch_private import TorchDispatchMode, next_node, storage_id
 from ops.linalg.overlapped_linear import overlapped
 
@@ -111,7 +111,7 @@ KINDS = {
 
 def split_of(loss, grads=None, whole=lambda node: ""):
     return SplitBackward(
-        [loss], [torch.ones_like(loss)], whole=whole, own=lambda node: True,
+        [loss], [torch.ones_like(loss)], keep_whole=whole, is_own_node=lambda node: True,
         engine=torch.autograd.backward if grads is None else grads,
     )  # fmt: skip
 
@@ -208,12 +208,12 @@ def test_what_cannot_be_put_off():
         return model(x)
 
     def marked(model, x):
-        at_once(model[0].weight)
+        compute_weight_now(model[0].weight)
         return model(x)
 
     def hooked(model, x):
         h = model[0](x)
-        watched(h.grad_fn)
+        mark_hooked(h.grad_fn)
         return model[1](h)
 
     both = {"0.weight", "0.bias", "1.weight", "1.bias"}
@@ -237,7 +237,7 @@ def test_a_fork_that_hands_on_what_came_runs_once():
 def test_a_part_that_the_caller_calls_whole_is_done_at_once():
     model, came = built(["linear"]), []
     parts = split_of(model(arrived(came)).square().mean(), whole=lambda node: "so")
-    assert parts.is_whole and [why for _, why in parts.at_once] == ["so", "so"]
+    assert parts.is_whole and [why for _, why in parts.unsplit] == ["so", "so"]
     parts.inputs(retain_graph=False)
     assert all(p.grad is not None for p in model.parameters()) and came
     parts.weights()
@@ -258,7 +258,7 @@ def test_calls_that_are_one_backward():
 
     def hook(x):
         log.append(this_backward())
-        when_over(lambda: log.append("over"))
+        run_after_backward(lambda: log.append("over"))
 
     w = torch.ones(2, requires_grad=True)
     w.register_post_accumulate_grad_hook(hook)

@@ -33,7 +33,7 @@ def test_there_and_back_go_over_two_groups():
     me = dist.get_rank()
     after, before = (me + 1) % 4, (me - 1) % 4
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(directions, "needed", lambda device: True)
+        patch.setattr(directions, "needs_directions", lambda device: True)
         for i in range(2):
             sends = [(after, torch.full((3,), me + i))] + [(before, torch.ones(3).long())] * i
             receives = [(before, (3,))] + [(after, (3,))] * i
@@ -65,7 +65,7 @@ def test_a_schedule_over_two_groups_gives_the_same_gradients(schedule):
     for x in data:
         plain(x).square().mean().backward()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(directions, "needed", lambda device: True)
+        patch.setattr(directions, "needs_directions", lambda device: True)
         pipeline.run(
             lambda x: model(dt.shard_tensor(x, stages[0])).square().mean(), data, schedule,
             stages=stages,
@@ -78,7 +78,7 @@ def test_a_schedule_over_two_groups_gives_the_same_gradients(schedule):
 
 
 def test_a_large_world_makes_groups_for_pairs_that_talk_and_they_end_with_it(monkeypatch):
-    monkeypatch.setattr(directions, "needed", lambda device: True)
+    monkeypatch.setattr(directions, "needs_directions", lambda device: True)
     with fake_world(1024, rank=5):
         a, b = (dt.ProcessMesh(list(range(i, i + 4)), ("x",)) for i in (4, 8))
         x = dt.shard_tensor(torch.ones(8, 2), a, [dt.Shard(0)], requires_grad=True)

@@ -14,7 +14,7 @@ from torch import nn
 
 import disttensor as dt
 from disttensor.comm import places
-from disttensor.comm.places import Bucket, Place, bucket_of
+from disttensor.comm.places import GradBucket, GradMemory, grad_bucket_of
 from tests.comm.test_sums import HOLDERS
 from tests.support.pool import on_ranks
 
@@ -23,8 +23,8 @@ SIZES = [8, 0, 1]  # the first has a larger piece elsewhere
 Script = Callable[[nn.Module, Any, Any], None]
 
 
-def bucket() -> Bucket:
-    return Bucket(SHAPES, SIZES, torch.zeros(1), torch.float32)
+def bucket() -> GradBucket:
+    return GradBucket(SHAPES, SIZES, torch.zeros(1), torch.float32)
 
 
 def test_tensors_lie_one_behind_another_each_with_its_own_storage() -> None:
@@ -44,16 +44,16 @@ def test_who_holds_a_tensor_is_seen_and_keeps_its_memory(hold: Any) -> None:
     assert all(some.is_free(i) for i in range(3))
     held = hold(some.tensors[0])
     assert [some.is_free(i) for i in range(3)] == [False, True, True]
-    some.leave([0])
+    some.release([0])
     some.flat.fill_(7)
     assert held.sum() == 0 and some.is_free(0) and some.copied == {0}
 
 
-def settled(grad: torch.Tensor, keep: bool = False) -> tuple[Bucket, torch.Tensor]:
-    some, place = bucket(), Place()
+def settled(grad: torch.Tensor, keep: bool = False) -> tuple[GradBucket, torch.Tensor]:
+    some, place = bucket(), GradMemory()
     leaf = torch.zeros(grad.shape, dtype=grad.dtype, requires_grad=True)
     place.bucket = some
-    leaf.register_post_accumulate_grad_hook(place.settle)
+    leaf.register_post_accumulate_grad_hook(place.adopt_grad)
     kept = some.tensors[0] if keep else None
     leaf.backward(grad)
     assert leaf.grad is not None and torch.equal(leaf.grad.to_dense(), grad.to_dense())
@@ -86,9 +86,9 @@ def test_a_gradient_that_does_not_fit_or_whose_place_is_held_stays(
 
 
 def test_a_gradient_with_a_graph_stays() -> None:
-    some, place, x = bucket(), Place(), torch.ones(2, 3, requires_grad=True)
+    some, place, x = bucket(), GradMemory(), torch.ones(2, 3, requires_grad=True)
     place.bucket = some
-    x.register_post_accumulate_grad_hook(place.settle)
+    x.register_post_accumulate_grad_hook(place.adopt_grad)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a cycle of references
         (x**3).sum().backward(create_graph=True)
@@ -96,15 +96,15 @@ def test_a_gradient_with_a_graph_stays() -> None:
 
 
 def test_a_bucket_is_for_the_same_places_in_the_same_order() -> None:
-    some = [Place(), Place()]
+    some = [GradMemory(), GradMemory()]
     args = SHAPES, SIZES, torch.zeros(1), torch.float32
-    first = bucket_of(some, *args)
-    assert bucket_of(some, *args) is first
-    assert bucket_of(some[:1], *args) is first  # what is behind them has no place of its own
-    assert bucket_of(some[::-1], *args) is not first
-    assert bucket_of(some, *args) is not first
-    assert bucket_of(some, *args[:3], torch.float64).dtype is torch.float64
-    assert len(bucket_of(some, SHAPES, [6, 0, 1], args[2], torch.float64).flat) == 7
+    first = grad_bucket_of(some, *args)
+    assert grad_bucket_of(some, *args) is first
+    assert grad_bucket_of(some[:1], *args) is first  # what is behind them has no place of its own
+    assert grad_bucket_of(some[::-1], *args) is not first
+    assert grad_bucket_of(some, *args) is not first
+    assert grad_bucket_of(some, *args[:3], torch.float64).dtype is torch.float64
+    assert len(grad_bucket_of(some, SHAPES, [6, 0, 1], args[2], torch.float64).flat) == 7
 
 
 # Whole steps ----------------------------------------------------------------------------------
@@ -260,7 +260,9 @@ def test_who_holds_a_gradient_of_an_earlier_step_keeps_it(how: str, name: str) -
     plain, net = model(), trained(how)
     ours, theirs, kept = sgd(net), sgd(plain), []
     keep, values = HOLDERS.get(name, (lambda g: g, lambda kept: kept.to_local()))
-    with mock.patch.object(places.Bucket, "leave", autospec=True, side_effect=Bucket.leave) as left:
+    with mock.patch.object(
+        places.GradBucket, "release", autospec=True, side_effect=GradBucket.release
+    ) as left:
         for _ in range(5):
             step(plain, rows(), theirs)
             mesh = dt.init_mesh((2,), ("dp",))
@@ -281,7 +283,9 @@ def test_who_holds_a_gradient_before_the_step_does_not_see_its_sum(name: str) ->
     opt, x = sgd(net), dt.shard_tensor(rows(), mesh, [dt.Shard(0)])
     step(net, x, opt)
     keep, values = HOLDERS[name]
-    with mock.patch.object(places.Bucket, "leave", autospec=True, side_effect=Bucket.leave) as left:
+    with mock.patch.object(
+        places.GradBucket, "release", autospec=True, side_effect=GradBucket.release
+    ) as left:
         for _ in range(3):
             opt.zero_grad()
             net(x).sum().backward()

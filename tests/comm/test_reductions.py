@@ -39,7 +39,7 @@ def test_zeros_without_memory_get_some():
     found = wire.dense(zeros)
     assert not found._is_zerotensor() and found.data_ptr() and not found.any()
     with pytest.raises(wire.CommError, match="sends memory as it is"):
-        wire.in_place("all_reduce", zeros)
+        wire.check_memory("all_reduce", zeros)
 
 
 def reduced(x, op, group):
@@ -123,14 +123,14 @@ def test_the_backend_is_asked_for_an_average_where_it_has_one():
     with fake_world(4):
         group = ProcessMesh(range(4), ("dp",)).group((0,))
         x = torch.ones(4)
-        assert wire.scaled("avg", x, group) == (
+        assert wire.scale_factors("avg", x, group) == (
             "sum",
             1,
             1 / 4,
         )  # the fake backend has none
-        assert wire.scaled("avg", x.half(), group) == ("sum", 1 / 2, 2 / 4)
-        assert wire.scaled("sum", x, group) == ("sum", 1, 1)
-        assert wire.scaled("max", x.half(), group) == ("max", 1, 1)
+        assert wire.scale_factors("avg", x.half(), group) == ("sum", 1 / 2, 2 / 4)
+        assert wire.scale_factors("sum", x, group) == ("sum", 1, 1)
+        assert wire.scale_factors("max", x.half(), group) == ("max", 1, 1)
     gloo_has_it()
 
 
@@ -138,5 +138,5 @@ def test_the_backend_is_asked_for_an_average_where_it_has_one():
 def gloo_has_it():
     group = ProcessMesh([0, 1], ("dp",)).group((0,))
     if "gloo" in wire.AVERAGES:
-        assert wire.scaled("avg", torch.ones(4), group) == ("avg", 1, 1)
-        assert wire.scaled("avg", torch.ones(4).bfloat16(), group) == ("avg", 1, 1)
+        assert wire.scale_factors("avg", torch.ones(4), group) == ("avg", 1, 1)
+        assert wire.scale_factors("avg", torch.ones(4).bfloat16(), group) == ("avg", 1, 1)

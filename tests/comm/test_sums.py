@@ -13,7 +13,7 @@ from torch.utils import dlpack
 
 import disttensor as dt
 from disttensor.comm import sums
-from disttensor.tensor.grad_slot import place_of
+from disttensor.tensor.grad_slot import grad_memory_of
 from tests.support.pool import on_ranks
 
 # How somebody holds the memory of a gradient, and the values that this one has.
@@ -95,7 +95,7 @@ def test_a_gradient_that_nobody_holds_keeps_its_place(who):
         net.zero_grad()
         net(x).sum().backward()
         dt.sync_gradients(net)
-    places = [place_of(p) for p in net.parameters()]
+    places = [grad_memory_of(p) for p in net.parameters()]
     assert all(place.bucket is places[0].bucket and not place.bucket.copied for place in places)
 
 

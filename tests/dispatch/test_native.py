@@ -30,7 +30,7 @@ from disttensor.comm import compare_programs, p2p
 from disttensor.core.spec import spec_of
 from disttensor.dispatch import dispatch, native
 from disttensor.dispatch.call_plan import CONSTANT, Answer, CallPlan, PythonCall, Read, ReadKind
-from disttensor.meta.infer import Out
+from disttensor.meta.infer import TensorResult
 from disttensor.pipeline.micro_batch_graph import MicroBatchGraph
 from disttensor.random import counter
 from disttensor.tensor import grad_sync, versions, views
@@ -104,7 +104,7 @@ def fused_step(x: Any, y: Any) -> list[Any]:
         factors = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8}
         torch._fused_adamw_(*lists, amsgrad=False, maximize=False, **factors)
     written = [versions.version(t) for t in (param.local, square.local, step)]
-    return [param, average, step, *[n - versions.UNCOUNTED[0] for n in written]]
+    return [param, average, step, *[n - versions.UNTRACKED[0] for n in written]]
 
 
 # name -> (a call, is it carried out in C?)
@@ -362,7 +362,7 @@ def test_a_reshard_between_other_meshes_is_a_new_wrapper_and_a_tag(
                 out, shared, free = [dt.reshard(t, two, placements) for t in (x, leaf, y)]
                 assert tags[0] == before + 3
                 assert out.local is x.local and not free.requires_grad
-                assert shared.local is token.orphan(two.device)
+                assert shared.local is token.no_source_token(two.device)
                 spec = spec_of(two, (4, 6), x.dtype, placements)
                 assert {t.spec for t in (out, shared, free)} == {spec} and out is not x
         assert dt.reshard(x, two, [dt.Shard(0)]).placements == (S0,)
@@ -477,8 +477,8 @@ def copies(mesh: dt.ProcessMesh) -> list[Any]:
     x, brought = tensor(mesh), []
     torch._foreach_neg_([x.clone()])
     lost, kept = x.clone(), x.clone()
-    views.enter(lost, x, "split")
-    views.enter(kept, x, "select", brought.append)
+    views.register_copy(lost, x, "split")
+    views.register_copy(kept, x, "select", brought.append)
     row, part = lost.unsqueeze(1), kept.unsqueeze(1)
     made = [outcome(row.neg_), outcome(lost.neg_), outcome(lambda: torch._foreach_neg_([lost]))]
     made += [outcome(kept.neg_), outcome(part.neg_), outcome(lambda: torch._foreach_neg_([part]))]
@@ -636,7 +636,9 @@ def test_no_object_is_taken_for_one_that_was_there_before(
 ) -> None:
     """A key has addresses, and those of objects that are gone are given to others."""
     x, seen = tensor(mesh), set()
-    monkeypatch.setattr(dispatch, "_call", lambda func, key: compare_programs.Call(str, None, 0))
+    monkeypatch.setattr(
+        dispatch, "_call", lambda func, key: compare_programs.CallSignature(str, None, 0)
+    )
     for number in range(300):
 
         def asked() -> None:
@@ -1086,7 +1088,7 @@ def test_a_plan_of_another_form_is_not_followed(mesh: dt.ProcessMesh) -> None:
     good = CallPlan(
         torch.relu, mesh, torch.relu, (x.spec,), (one,), (), (x.spec,), native=True
     )  # fmt: skip
-    out = Out(0, x.spec.shape, x.spec.dtype, (0,), None, None)
+    out = TensorResult(0, x.spec.shape, x.spec.dtype, (0,), None, None)
     off_mesh = replace(good, local=None, template=out)
     wrong: list[Any] = [
         replace(good, native=False), replace(good, reads=(one,) * 30), replace(good, reads=None),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import disttensor as dt
-from disttensor.comm.places import Place, bucket_of
+from disttensor.comm.places import GradMemory, grad_bucket_of
 from disttensor.fsdp.backward import ReduceOrder
 from disttensor.fsdp.engine import _arrived as arrived
 from tests.support.micro import batch_of, meshes, net, shard
@@ -63,8 +63,8 @@ def test_two_reductions_to_shards_hold_memory_at_once(bounded: bool) -> None:
 
 def test_a_gradient_that_arrives_settles_in_its_place() -> None:
     """The memory that autograd has allocated is free before the backward ends."""
-    leaf, place = torch.zeros(3, requires_grad=True), Place()
-    bucket = bucket_of([place], [leaf.shape], [3], leaf, leaf.dtype)
+    leaf, place = torch.zeros(3, requires_grad=True), GradMemory()
+    bucket = grad_bucket_of([place], [leaf.shape], [3], leaf, leaf.dtype)
     leaf.grad = torch.ones(3)
     gone: Any = weakref.ref(set())
     arrived(gone, gone, 0, place, leaf)

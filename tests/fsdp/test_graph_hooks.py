@@ -43,7 +43,7 @@ class Told:
 
     def backward(self, *roots: Tensor, **options: object) -> list[str]:
         for root in roots:
-            starts.may_start(root)
+            starts.mark_start(root)
         self.order.clear()
         torch.autograd.backward(roots, [torch.ones_like(r) for r in roots], **options)
         return self.order[:]
@@ -64,7 +64,7 @@ def test_a_token_that_all_graphs_share_belongs_to_no_forward(told: Told) -> None
     """It is made once, in whichever forward needs it first: other backwards must not enter that."""
     segment = told.segment("a")
     segment.begin(MODULE)
-    shared = token.orphan.__wrapped__(torch.device("cpu"))
+    shared = token.no_source_token.__wrapped__(torch.device("cpu"))
     segment.end(MODULE)
     assert told.backward(shared.clone()) == []
 

@@ -170,11 +170,11 @@ def test_a_world_of_one_has_no_replicas():
 # Communicators up front ---------------------------------------------------------------------------
 
 
-def groups_of(ranks, lane=""):
+def groups_of(ranks, purpose=""):
     mesh = ProcessMesh(ranks, ("dp", "tp"))
-    rows = [(list(map(int, row)), ("tp",), lane) for row in mesh.mesh]
-    columns = [(list(map(int, column)), ("dp",), lane) for column in mesh.mesh.T]
-    return [*rows, *columns, (mesh.ranks, ("dp", "tp"), lane), ((0,), ("tp",), lane)]
+    rows = [(list(map(int, row)), ("tp",), purpose) for row in mesh.mesh]
+    columns = [(list(map(int, column)), ("dp",), purpose) for column in mesh.mesh.T]
+    return [*rows, *columns, (mesh.ranks, ("dp", "tp"), purpose), ((0,), ("tp",), purpose)]
 
 
 @pytest.mark.parametrize("ranks", GRIDS, ids=str)
@@ -224,10 +224,10 @@ def fail_half_way():
     if dist.get_rank() == 3:
         made = rendezvous.process_group
 
-        def once(members, axes, lane="", timeout=None):
+        def once(members, axes, purpose="", timeout=None):
             if members == (2, 3):
                 raise collectives.CommError("no memory")
-            return made(members, axes, lane, timeout)
+            return made(members, axes, purpose, timeout)
 
         rendezvous.process_group = once
     with pytest.raises(collectives.CommError) as caught:
@@ -242,19 +242,19 @@ def fail_half_way():
             stay_away,
             [
                 "ranks [2] did not come",
-                "dp (lane away) of ranks [0, 2]",
-                "tp (lane away) of ranks [2, 3]",
+                "dp (for away) of ranks [0, 2]",
+                "tp (for away) of ranks [2, 3]",
             ],
         ),
         (come_late, ["ranks [2]"]),
         (
             want_another,
             [
-                "ranks [0, 2, 3]: tp (lane another) of ranks [0, 1]",
-                "ranks [1]: cp (lane another) of ranks [0, 1]",
+                "ranks [0, 2, 3]: tp (for another) of ranks [0, 1]",
+                "ranks [1]: cp (for another) of ranks [0, 1]",
             ],
         ),
-        (fail_half_way, ["rank 3 could not make the group tp (lane half way) of ranks [2, 3]"]),
+        (fail_half_way, ["rank 3 could not make the group tp (for half way) of ranks [2, 3]"]),
     ],
     ids=["missing", "late", "different", "half way"],
 )

@@ -57,7 +57,7 @@ def arrived(full: Tensor, mesh: ProcessMesh, place: Any, tag: int) -> Any:
     src = dt.shard_tensor(torch.zeros(1), ProcessMesh(OUTSIDE, ("y",))).spec
     if not full.requires_grad:
         return x
-    blank = token.detached(torch.device("cpu"))
+    blank = token.no_grad_token(torch.device("cpu"))
     with torch.enable_grad():
         local = cross_mesh_transfer(blank, x.local, GradType(src), GradType(x.spec), tag)
     return wrap(local, x.spec)
@@ -112,7 +112,9 @@ def layouts_for(call: Call, mesh: ProcessMesh) -> Iterator[tuple[str, Any]]:
 def on_rank(rank: int, names: Sequence[str], most: int) -> dict[str, Any]:
     """What ``rank`` of a world of 3, in which nothing is sent, sees of every case."""
     found: dict[str, Any] = {}
-    silent = mock.patch.object(objects, "hear", side_effect=RuntimeError("what the others tell"))
+    silent = mock.patch.object(
+        objects, "recv_object", side_effect=RuntimeError("what the others tell")
+    )
     with pool.fake_world(3, rank), silent, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         mesh = ProcessMesh(INSIDE, ("x",))

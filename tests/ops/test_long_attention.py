@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import disttensor as dt
 from disttensor import Replicate, Shard
-from disttensor.core.layout import dealt
+from disttensor.core.layout import balanced_ranges
 from disttensor.torch_private import fake_mode
 from ops.nn import ring_attention
 from ops.nn.attention_policy import KEPT, Sizes, choose
@@ -171,7 +171,7 @@ def work(ring: Ring, member: int) -> int:
 
 @pytest.mark.parametrize(("size", "n"), [(4096, 2), (4096, 4), (32768, 8), (5000, 6)])
 def test_causal_work_is_even(size: int, n: int) -> None:
-    rows = tuple(dealt(size, i, n) for i in range(n))
+    rows = tuple(balanced_ranges(size, i, n) for i in range(n))
     assert sorted(r for row in rows for r in row)[-1][1] == size
     each = [work(Ring(i, rows, rows, True, lambda *_: None), i) for i in range(n)]
     assert max(each) <= 1.05 * sum(each) / n
@@ -182,7 +182,7 @@ def test_causal_work_is_even(size: int, n: int) -> None:
 
 
 def test_a_rank_computes_with_a_block_in_one_call() -> None:
-    rows = tuple(dealt(16, i, 4) for i in range(4))
+    rows = tuple(balanced_ranges(16, i, 4) for i in range(4))
     for i in range(4):
         ring = Ring(i, rows, rows, True, lambda *_: None)
         for j in range(4):

@@ -172,8 +172,8 @@ def test_torch_is_not_asked_for_the_signature_of_most_calls() -> None:
     def func(*args: Any) -> None: ...
 
     known = signatures.signatures.cache_info().currsize
-    assert signatures.restated(func, (torch.ones(2), 2.5, None, "sum"), {}) is None
+    assert signatures.normalize_call(func, (torch.ones(2), 2.5, None, "sum"), {}) is None
     assert signatures.signatures.cache_info().currsize == known
-    numbers, _ = signatures.restated(func, (torch.ones(2), torch.tensor(1)), {}) or ((), {})
+    numbers, _ = signatures.normalize_call(func, (torch.ones(2), torch.tensor(1)), {}) or ((), {})
     assert type(numbers[1]) is int
     assert signatures.signatures.cache_info().currsize == known + 1

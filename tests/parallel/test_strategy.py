@@ -23,7 +23,7 @@ from disttensor import pipeline
 from disttensor.fsdp.segment_policy import SegmentByAnchors, SegmentBySize
 from disttensor.parallel import strategy as strategies
 from disttensor.parallel.degrees import AXES, STAGE_AXES, Degrees, groups, infer
-from disttensor.parallel.rematerialize import Recomputed, chosen
+from disttensor.parallel.rematerialize import Recomputed, modules_to_recompute
 from disttensor.parallel.strategy import Strategy
 from tests.support.pool import fake_world, on_ranks
 
@@ -53,7 +53,7 @@ from tests.support.pool import fake_world, on_ranks
 def test_degrees_left_out_follow_from_the_world(given, world, expected):
     degrees = Strategy(**given).degrees(world)
     assert degrees == expected and degrees.world == world
-    assert degrees.busy == tuple(a for a in STAGE_AXES if getattr(degrees, a) > 1)
+    assert degrees.nontrivial_axes == tuple(a for a in STAGE_AXES if getattr(degrees, a) > 1)
 
 
 @pytest.mark.parametrize(
@@ -131,9 +131,9 @@ FOUR = {
 }
 
 
-def of_rank(found, rank, lane=""):
+def of_rank(found, rank, purpose=""):
     """axes -> ranks of the groups of one rank."""
-    return {g.axes: g.ranks for g in found if rank in g.ranks and g.lane == lane}
+    return {g.axes: g.ranks for g in found if rank in g.ranks and g.purpose == purpose}
 
 
 @pytest.mark.parametrize(("configs", "expected"), FOUR.values(), ids=FOUR)
@@ -141,7 +141,7 @@ def test_the_groups_of_32_processes(configs, expected):
     strategy = Strategy.from_sharding_configs(configs)
     assert strategy.degrees(32) == expected
     found = strategy.groups(32)
-    mine, reduce, gather = (of_rank(found, 13, lane) for lane in ("", "reduce", "gather"))
+    mine, reduce, gather = (of_rank(found, 13, purpose) for purpose in ("", "reduce", "gather"))
     if expected[2] == 32:
         assert mine == {("sharding",): tuple(range(32))}
     elif expected[4] == 1:  # rank 13: dp 1, sharding 5
@@ -177,14 +177,14 @@ def test_each_set_of_axes_divides_each_stage_once(degrees):
     degrees = Degrees(*degrees)
     found = groups(degrees)
     assert len(set(found)) == len(found)
-    kinds = {(g.axes, g.lane) for g in found}
-    busy = degrees.busy
-    assert {axes for axes, lane in kinds if not lane} == {
+    kinds = {(g.axes, g.purpose) for g in found}
+    busy = degrees.nontrivial_axes
+    assert {axes for axes, purpose in kinds if not purpose} == {
         tuple(a for a, on in zip(busy, f"{n:0{len(busy)}b}", strict=True) if on == "1")
         for n in range(1, 2 ** len(busy))
     }
-    for axes, lane in kinds:
-        ranks = sorted(r for g in found if (g.axes, g.lane) == (axes, lane) for r in g.ranks)
+    for axes, purpose in kinds:
+        ranks = sorted(r for g in found if (g.axes, g.purpose) == (axes, purpose) for r in g.ranks)
         assert ranks == list(range(degrees.world))
 
 
@@ -574,7 +574,7 @@ def test_which_modules_recompute():
     model = net()
 
     def names(*patterns):
-        found = chosen(model, patterns)
+        found = modules_to_recompute(model, patterns)
         return [name for name, module in model.named_modules() if module in found]
 
     assert (

@@ -165,8 +165,8 @@ def test_the_tag_of_a_transfer_in_another_channel() -> None:
     kept = dict(runtime.current_runtime().tags)
     for before, after in (((3, 0), (5, 7)), ((3, 8191), (900, 8190))):
         mine, its = tags(*before), tags(*after)
-        assert [p2p.moved_tag(t, before, after) for t in mine] == its
-        assert [p2p.moved_tag(t + 1, before, after) for t in mine] == [t + 1 for t in its]
-        assert p2p.moved_tag(mine[0], (4, 0), after) == mine[0]
+        assert [p2p.tag_in_channel(t, before, after) for t in mine] == its
+        assert [p2p.tag_in_channel(t + 1, before, after) for t in mine] == [t + 1 for t in its]
+        assert p2p.tag_in_channel(mine[0], (4, 0), after) == mine[0]
     runtime.current_runtime().tags.clear()
     runtime.current_runtime().tags.update(kept)

@@ -23,7 +23,7 @@ from ops.infer import decide
 from ops.local import LocalCall, LocalPiece
 from ops.propagation import Decision
 from ops.registry import RULES
-from ops.signatures import restated
+from ops.signatures import normalize_call
 from tests.support.layouts import assemble, cut
 from tests.support.structure import flat, replace_tensors
 from tests.support.thread_ranks import Coordinate, SimulatedCollectives, World
@@ -306,7 +306,7 @@ def check_rule(
     to a copy). Raises AssertionError with the layouts in it, NoRule where the rule does not cover
     the call.
     """
-    args, kwargs = restated(func, args, kwargs) or (args, kwargs)  # type: ignore[assignment]
+    args, kwargs = normalize_call(func, args, kwargs) or (args, kwargs)  # type: ignore[assignment]
     tensors: list[Tensor] = []
     replace_tensors((args, kwargs), lambda t: tensors.append(t) or t)
     copies = [

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import disttensor as dt
 from disttensor import DistTensor, Partial, Replicate, Shard, runtime
 from disttensor.comm import collectives, groups
-from disttensor.tensor.awaited import Arrival, Awaited
+from disttensor.tensor.awaited import Awaited, PendingLocal
 from tests.support import pool
 from tests.support.blocking import Blocking
 from tests.support.oracle import grid, line, place, randn
@@ -36,7 +36,7 @@ SHAPES = [(512, 384), (511, 383), (2, 140_001), (140_001, 1)]  # the last two: e
 @contextmanager
 def events():
     """What begins in the background and what is waited for, in order."""
-    seen, start, wait = [], collectives.start, Arrival.wait
+    seen, start, wait = [], collectives.start, PendingLocal.wait
 
     def started(kind, *args, **options):
         seen.append(kind)
@@ -47,7 +47,7 @@ def events():
             seen.append("wait")
         return wait(arrival)
 
-    waits = mock.patch.object(Arrival, "wait", waited)
+    waits = mock.patch.object(PendingLocal, "wait", waited)
     with mock.patch.object(collectives, "start", started), waits:
         yield seen
 

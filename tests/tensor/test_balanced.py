@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import disttensor as dt
 from disttensor import Partial, Replicate, Shard
 from disttensor.attention import Balanced
-from disttensor.core.layout import chunk, dealt
+from disttensor.core.layout import balanced_ranges, chunk
 from tests.support.oracle import check_op, grid, line, place, randn
 from tests.support.pool import fake_world, on_ranks
 from tests.support.stages import Stages, check_stages, stage_meshes
@@ -22,7 +22,7 @@ B0, B1, R, S0, S1 = Balanced(0), Balanced(1), Replicate(), Shard(0), Shard(1)
 
 @pytest.mark.parametrize(("size", "n"), [(8, 2), (9, 2), (5, 4), (3, 4), (0, 2), (1, 3), (5000, 6)])
 def test_each_row_has_one_place_and_pieces_are_as_large_as_of_shard(size: int, n: int) -> None:
-    pieces = [dealt(size, i, n) for i in range(n)]
+    pieces = [balanced_ranges(size, i, n) for i in range(n)]
     rows = [row for piece in pieces for r in piece for row in range(*r)]
     assert sorted(rows) == list(range(size))
     assert [sum(b - a for a, b in p) for p in pieces] == [chunk(size, n, i)[1] for i in range(n)]

@@ -501,7 +501,7 @@ def test_a_single_result_depends_on_the_inputs_that_it_is_made_of(world, in_c):
                 before = CALLS.inner
                 out = module(x, y, leaf)
                 with torch.no_grad():
-                    assert module(x, y, leaf).local is token.detached(mesh.device)
+                    assert module(x, y, leaf).local is token.no_grad_token(mesh.device)
             assert CALLS.inner - before == (0 if i else 2) and not module.forward.why()
             local, sent = out.local, [(x, y)[s].local for s in sources]
             if not i:  # a real run, on tokens of its own
@@ -511,7 +511,7 @@ def test_a_single_result_depends_on_the_inputs_that_it_is_made_of(world, in_c):
             if len(sent) == 2:
                 assert {n for n, _ in local.grad_fn.next_functions} == {t.grad_fn for t in sent}
             else:
-                assert local is (sent[0] if sent else token.orphan(mesh.device))
+                assert local is (sent[0] if sent else token.no_source_token(mesh.device))
 
 
 def test_calls_of_one_tensor_differ_by_all_that_others_differ_by(world):
