@@ -154,7 +154,7 @@ class Seeded:
     """Seeds torch's generator of the device with ``seed`` inside its block, and restores it
     afterwards."""
 
-    __slots__ = ("after", "device", "generator", "seed", "state")
+    __slots__ = ("device", "generator", "seed", "state")
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.seed = seed & (1 << 63) - 1
