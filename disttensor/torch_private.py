@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch._functorch import eager_transforms
 from torch._functorch import vmap as vmap_module
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms
+from torch._guards import CompileContext
 from torch._library.effects import EffectType
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutput
 from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShape
@@ -187,6 +188,11 @@ def is_untraceable(error: Exception) -> bool:
     """Returns True for the error of Dynamo at a call that it cannot trace into one graph."""
     return isinstance(error, torch._dynamo.exc.Unsupported)
 
+
+# The number of the compilation by torch.compile that runs; None outside.
+compile_id: Callable[[], Any] = need(
+    "to tell a trace from a run", CompileContext, "current_compile_id"
+)
 
 # Attention that gives the log-sum-exp of its scores too, and its backward; None: not there.
 _flash = "_scaled_dot_product_flash_attention_for_cpu"

@@ -37,7 +37,7 @@ LINES = {
     "pipeline": 3_140,
     "random": 840,
     "reshard": 1_600,
-    "root": 2_150,
+    "root": 2_160,
     "simulate": 5_365,
     "tensor": 2_760,
     "trace": 2_365,

@@ -20,7 +20,7 @@ from disttensor.core.layout import Layout
 from disttensor.core.mesh import ProcessMesh, as_mesh
 from disttensor.core.placement import Placement
 from disttensor.core.spec import DistSpec
-from disttensor.errors import refuse_collectives
+from disttensor.errors import refuse_collectives, warn_once
 from disttensor.tensor.backward import Backward
 from disttensor.tensor.base import as_parameter
 from disttensor.tensor.checkpointable import Checkpointable
@@ -30,7 +30,7 @@ from disttensor.tensor.in_place import InPlace
 from disttensor.tensor.metadata import Metadata
 from disttensor.tensor.reshard import resharded, target
 from disttensor.tensor.values import Values
-from disttensor.torch_private import make_subclass
+from disttensor.torch_private import compile_id, make_subclass
 
 Tensor = torch.Tensor
 
@@ -47,6 +47,12 @@ WAY_OUT = (
     "Give it x.full_tensor(), a plain tensor, made before it begins; or do without: "
     "torch.autograd.grad, also with create_graph=True, and torch.autograd.functional take "
     "DistTensors"
+)
+
+_NOT_TRACED = (
+    "torch.compile ends its graph at each call of a DistTensor: results are right, but not "
+    "computed faster. Call dt.compile(model) in place of torch.compile(model) or model.compile(): "
+    "it compiles the local calls, with their communication"
 )
 
 
@@ -76,6 +82,14 @@ class DistTensor(Metadata, Grad, Backward, Hooks, InPlace, Values, Checkpointabl
             f"{cls.__name__}(...): a DistTensor is made by dt.shard_tensor(data, mesh, "
             "placements), dt.from_local(...) or a factory as dt.zeros(...)"
         )
+
+    @property
+    def __tensor_flatten__(self) -> Any:
+        """Raises AttributeError: a DistTensor has no parts that a tracer may follow. If Dynamo
+        looks for them, a warning names ``dt.compile``."""
+        if compile_id() is not None:
+            warn_once("torch.compile", lambda: _NOT_TRACED)
+        raise AttributeError("__tensor_flatten__")
 
     # disttensor.dispatch, which imports this module, sets it at its import
     __torch_function__: ClassVar[Any] = classmethod(_no_dispatch)

@@ -4,6 +4,7 @@ or an error that says so where a whole graph is asked for."""
 from __future__ import annotations
 
 import shutil
+import warnings
 from typing import Any
 
 import pytest
@@ -13,12 +14,15 @@ from torch._dynamo.utils import counters
 from torch.func import grad, vmap
 
 import disttensor as dt
-from disttensor import Partial, Replicate, Shard
+from disttensor import Partial, Replicate, Shard, errors
 from tests.support.oracle import line, place, randn
 from tests.support.pool import on_ranks
 
 # Python 3.13.0 has a flaw, of which Dynamo warns
-pytestmark = pytest.mark.filterwarnings("ignore:Guards may run slower")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Guards may run slower"),
+    pytest.mark.filterwarnings("ignore:torch.compile ends its graph"),
+]
 
 LAYOUTS = ([Replicate()], [Shard(0)], [Shard(1)], [Partial()])
 MODES = {
@@ -165,6 +169,39 @@ def test_the_locals_of_local_map_compile_with_inductor() -> None:
     for t, p in zip(ours, plain, strict=True):
         same(t.grad, p.grad)
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    torch._dynamo.reset()
+
+
+class Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + 1
+
+
+@pytest.mark.parametrize("way", ["torch.compile", "compile", "function"])
+@on_ranks(2)
+def test_one_warning_names_dt_compile(way: str) -> None:
+    net = dt.shard_module(Shifted(), line(), {"linear.weight": [Shard(0)]})
+    x = place(f32(5, 3), line(), [Shard(0)])
+    expected = net(x).full_tensor()
+    errors.warned.discard("torch.compile")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        net.to(torch.float32)  # asks for the parts of a tensor too
+        dt.compile(lambda y: y + 1, backend="eager")(x)
+        assert not caught
+        run: Any = net
+        if way == "compile":
+            net.compile(backend="eager")
+        else:
+            run = compiled(net if way == "torch.compile" else net.forward, backend="eager")
+        for _ in range(3):
+            same(run(x), expected)
+    (warning,) = caught
+    assert "dt.compile(model)" in str(warning.message) and warning.filename == __file__
     torch._dynamo.reset()
 
 

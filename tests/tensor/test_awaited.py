@@ -335,6 +335,7 @@ def whole(value):
 
 
 @pytest.mark.filterwarnings("ignore:Twice.apply")  # it is gathered for
+@pytest.mark.filterwarnings("ignore:torch.compile ends its graph")
 @pytest.mark.parametrize("name", WAYS)
 @on_ranks(2)
 def test_ways_to_read(name):
