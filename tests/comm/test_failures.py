@@ -63,7 +63,7 @@ def test_the_rank_that_died_is_named_by_all(worlds):
                 assert status == 1 and "All ranks live. Where they are:" in text, told
                 assert f"rank {dying}: after 1 optimizer steps" in text, told
                 continue
-            assert seconds < 20, told
+            assert seconds < 30, told  # groups wait for 60 s
             if status == 0:  # it needed nothing of that rank any more
                 assert where == "backward" or (where, dying, how) == ("stages", "2", "leave"), told
                 continue

@@ -205,7 +205,7 @@ def test_a_signal_while_the_launcher_looks_at_its_ranks_ends_them(
 
     start = time.monotonic()
     status, text = forked.run(program)
-    assert time.monotonic() - start < SECONDS
+    assert time.monotonic() - start < 3 * SECONDS  # with the start; a lock is taken for ever
     assert status == 128 + by and "all 2 processes have ended" in text
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from disttensor import Partial, Replicate, Shard
 from tests.support.oracle import Case, case, check_cases, randint, randn
-from tests.support.part import part
+from tests.support.part import EVERYTHING, part
 from tests.support.pool import on_ranks
 
 R, P, S0, S1, S2 = Replicate(), Partial(), Shard(0), Shard(1), Shard(2)
@@ -466,16 +466,19 @@ PARTS = {
     for name, cases in FAMILIES.items()
     for i in range(0, len(cases), 45)
 }
+# Each commit runs all: some on 2x2 ranks, the others on two.
+ON_GRID = part(PARTS, len(PARTS) // 4)
+ON_TWO = [name for name in PARTS if EVERYTHING or name not in ON_GRID]
 
 
 @pytest.mark.feature("Rules")
 @on_ranks(2, timeout=240)
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", ON_TWO)
 def test_on_2_ranks(name):
     check_cases(PARTS[name], most=8)
 
 
 @on_ranks(4, timeout=240)
-@pytest.mark.parametrize("name", part(PARTS, len(PARTS) // 4))
+@pytest.mark.parametrize("name", ON_GRID)
 def test_on_2x2_ranks(name):
     check_cases(PARTS[name], most=4)

@@ -19,6 +19,7 @@ from disttensor.simulate.layer_shares import largest, rolled_up
 from disttensor.simulate.layers import OUTSIDE, counterparts, renamed
 from tests.simulate.gpt_training import build as build_gpt
 from tests.simulate.huggingface_training import build as build_huggingface
+from tests.support.part import part
 
 ROWS = 8
 
@@ -116,14 +117,17 @@ def alone():
 @pytest.mark.limit(300)
 @pytest.mark.parametrize(
     "options",
-    [
-        "--tp=4",
-        "--sharding=4 --zero=3 --segment-mb=0.02",
-        "--sharding=2 --cp=2 --tie",
-        "--pp=4 --accumulate=8 --schedule=zero_bubble",
-        "--pp=2 --dp=2 --accumulate=4 --schedule=interleaved_1f1b",
-        "--pp=2 --tp=2 --accumulate=4 --schedule=zbv",
-    ],
+    part(
+        [
+            "--tp=4",
+            "--sharding=4 --zero=3 --segment-mb=0.02",
+            "--sharding=2 --cp=2 --tie",
+            "--pp=4 --accumulate=8 --schedule=zero_bubble",
+            "--pp=2 --dp=2 --accumulate=4 --schedule=interleaved_1f1b",
+            "--pp=2 --tp=2 --accumulate=4 --schedule=zbv",
+        ],
+        3,
+    ),
 )
 def test_a_strategy_leaves_each_layer_its_flops(options, alone) -> None:
     report = simulate(lambda: build_gpt(f"{OPTIONS} {options}"), world=4)

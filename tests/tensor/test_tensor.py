@@ -26,6 +26,7 @@ from tests.support.layouts import (
     grid,
     same,
 )
+from tests.support.part import part
 from tests.support.pool import on_ranks
 
 METADATA = """
@@ -134,7 +135,7 @@ def test_metadata(layout):
 @pytest.mark.feature("As a torch.Tensor")
 @pytest.mark.filterwarnings("ignore::disttensor.errors.FallbackWarning")
 @everywhere
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", part(LAYOUTS, 6, "values"), ids=str)
 def test_values(layout):
     plain = counted(5, 6)
     compare_expressions(
