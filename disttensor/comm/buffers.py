@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
+from disttensor.cache import cached
 from disttensor.runtime import current_runtime, last_runtime
-from disttensor.torch_private import dispatch_modes, swap_memory, users_of_storage
+from disttensor.torch_private import dispatch_modes, fakes, swap_memory, users_of_storage
 
 Tensor = torch.Tensor
 
@@ -56,7 +57,7 @@ class Buffers:
         """Returns the last used free storage of a size in this range, and moves it to the end."""
         storages = self.storages
         for i in range(len(storages) - 1, -1, -1):
-            if nbytes <= storages[i].nbytes() <= most and _is_free(storages, i):
+            if nbytes <= storages[i].nbytes() <= most and is_free(storages, i):
                 storages.append(storages.pop(i))
                 return storages[-1]
         return None
@@ -64,7 +65,7 @@ class Buffers:
     def _excess(self, nbytes: int) -> int:
         """Returns by how many bytes the limit is exceeded if ``nbytes`` more are kept."""
         sizes = [storage.nbytes() for storage in self.storages]
-        used = [n for i, n in enumerate(sizes) if not _is_free(self.storages, i)]
+        used = [n for i, n in enumerate(sizes) if not is_free(self.storages, i)]
         self.most = max(self.most, sum(used) + self.lent + nbytes)
         return sum(sizes) + self.lent + nbytes - self.most * 5 // 4
 
@@ -72,13 +73,13 @@ class Buffers:
         """Drops the least recently used free storages until ``nbytes`` more fit in the limit."""
         excess, at = self._excess(nbytes), 0
         while excess > 0 and at < len(self.storages):
-            if _is_free(self.storages, at):
+            if is_free(self.storages, at):
                 excess -= self.storages.pop(at).nbytes()
             else:
                 at += 1
 
 
-def _is_free(storages: list[Any], i: int) -> bool:
+def is_free(storages: list[Any], i: int) -> bool:
     """Returns True if only the list holds this storage."""
     return users_of_storage(storages[i]) == _ALONE
 
@@ -100,6 +101,19 @@ def empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(numel, dtype=dtype, device=device)
     storage = kept().take(numel * dtype.itemsize)
     return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (numel,), (1,))
+
+
+def constants(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns a tensor of these numbers, which is made once, because a CUDA graph cannot copy from
+    the host. Do not write to it."""
+    make = _made if fakes() is None else _made.__wrapped__  # type: ignore[attr-defined]
+    return make(numbers, dtype, device)
+
+
+@cached(256)
+def _made(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(numbers, dtype=dtype, device=device)
 
 
 def fill(storage: Any, nbytes: int) -> None:

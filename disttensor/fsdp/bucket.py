@@ -106,6 +106,6 @@ def pack(buckets: Sequence[Bucket], dtype: torch.dtype) -> Tensor:
     for _, tensors, tail in buckets:
         parts += [t.to(of) for t in tensors if t.numel()]  # an empty one takes no place in a row
         if tail:
-            parts.append(first.new_tensor(list(tail) * n, dtype=of))
+            parts.append(buffers.constants((*tail,) * n, of, first.device))
     torch._chunk_cat(parts, dim=0, num_chunks=n, out=out)
     return out

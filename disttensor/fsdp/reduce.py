@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from disttensor.comm import collectives, objects
+from disttensor.comm.buffers import constants
 from disttensor.comm.sums import BucketSlot, start_sums
 from disttensor.comm.wire import factors
 from disttensor.comm.work import Work, finished
@@ -156,7 +157,7 @@ class _ReduceBucket:
         """Returns [width]: this rank's row of gradients that are complete over the axis."""
         grads, self.grads = self.grads, []
         pieces = [self.layout.piece(j, g, self.index) for j, g in enumerate(grads)]
-        counts = grads[0].new_tensor(self.present, dtype=dtype)
+        counts = constants(tuple(self.present), dtype, grads[0].device)
         return torch.cat([self.layout.pack_row(pieces, dtype), counts])
 
     def reduce_replicas(self, row: Tensor) -> Reduction:
@@ -227,7 +228,7 @@ def _all_reduce(params: Sequence[FSDPParam], axes: Axes, dtype: torch.dtype) -> 
     slots = [
         BucketSlot(grad.numel(), param.divisible) for param, grad in zip(params, grads, strict=True)
     ]
-    grads.append(grads[0].new_tensor(present, dtype=dtype))
+    grads.append(constants(tuple(present), dtype, grads[0].device))
     slots.append(BucketSlot(len(params), False))
     places = [grad_memory_of(param.sharded_param) for param in params]
     yield from start_sums(grads, slots, mesh.group(axes, "reduce"), dtype, places=places)

@@ -18,6 +18,7 @@ from torch import nn
 
 from disttensor.checks import argument_error, check_bool, check_number
 from disttensor.comm import collectives, objects
+from disttensor.comm.buffers import constants
 from disttensor.core.layout import Axes
 from disttensor.core.mesh import ProcessMesh
 from disttensor.optim.step_hooks import check_fresh
@@ -145,7 +146,7 @@ def _norm(shares: Shares, order: float, foreach: bool | None) -> Tensor:
     if group is not None:
         largest, mark = math.isinf(order), _mark(meshes)
         mine = [*flags, mark, -mark if largest else mark**2]
-        others = torch.tensor(mine, dtype=found.dtype, device=device)
+        others = constants(tuple(mine), found.dtype, device)
         found = collectives.all_reduce(
             torch.cat([found, others]), "max" if largest else "sum", group
         )
@@ -233,9 +234,7 @@ def _number(values: Tensor, number: Sequence[int], order: float, count: int) -> 
     any is nan, because the maximum of a backend may drop nan."""
     if order == 0:
         out = values.new_zeros(count)
-        return out.index_add_(
-            0, torch.tensor(number, dtype=torch.long, device=values.device), values
-        )
+        return out.index_add_(0, constants(tuple(number), torch.long, values.device), values)
     if not math.isinf(order):
         return (values**order).sum().reshape(1)
     lost = values.isnan()
