@@ -36,6 +36,7 @@ with _versions.importing():
     from disttensor.api.from_local import from_local
     from disttensor.api.interop import from_dtensor, to_dtensor
     from disttensor.api.local_map import local_map
+    from disttensor.graphs.capture import capture
     from disttensor.graphs.compile import compile
     from disttensor.trace.replay import replay
     from disttensor.data.shard_loader import shard_loader
@@ -61,7 +62,7 @@ __version__ = _versions.__version__
 
 __all__ = [
     "Checkpointer", "DistTensor", "Partial", "Placement", "ProcessMesh", "Replicate", "Shard",
-    "Strategy", "accumulate", "arange", "broadcast_value", "clip_grad_norm_", "compile",
+    "Strategy", "accumulate", "arange", "broadcast_value", "capture", "clip_grad_norm_", "compile",
     "distribute_tensor", "empty", "from_dtensor", "from_local", "from_pretrained", "full",
     "fully_shard", "init_mesh", "launch", "local_map", "local_ranks", "manual_seed", "ones", "rand",
     "randint", "randn", "randperm", "replay", "replicate", "reshard", "shard_data_parallel",

@@ -14,8 +14,8 @@ import torch
 from torch.overrides import resolve_name
 
 __all__ = [
-    "CommError", "CustomFunctionError", "DistTensorError", "FallbackWarning", "MismatchError",
-    "RankError", "SimulationError", "StrictError",
+    "CaptureError", "CommError", "CustomFunctionError", "DistTensorError", "FallbackWarning",
+    "MismatchError", "RankError", "SimulationError", "StrictError",
 ]  # fmt: skip
 
 _ROOT = Path(__file__).parents[1]
@@ -67,6 +67,20 @@ class StrictError(DistTensorError):
     ...         y = dt.ones(4, 4, mesh=mesh).relu()
     ... except dt.errors.StrictError as error:
     ...     print("would communicate:", error)
+    """
+
+
+class CaptureError(DistTensorError):
+    """Raised for a step of ``dt.capture`` that a CUDA graph cannot repeat. The message names each
+    call and its line. The step has run, as without ``dt.capture``.
+
+    >>> w = dt.ones(3, mesh=mesh)
+    >>> step = dt.capture(lambda: w.sum().item())
+    >>> try:
+    ...     [step() for _ in range(4)]
+    ... except dt.errors.CaptureError as error:
+    ...     print("what is read, and where:", error)
+    what is read, and where: ...
     """
 
 

@@ -32,6 +32,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily as without_fake
 from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as nn_module
 from torch.optim import optimizer
 from torch.utils import _foreach_utils, _python_dispatch
@@ -39,7 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [  # the imported names; all others are defined here
     "DataDependentOutput", "DynamicOutputShape", "FakeTensor", "FakeTensorMode",
-    "TorchDispatchMode", "as_meta", "outside_transforms", "without_fakes",
+    "StorageWeakRef", "TorchDispatchMode", "as_meta", "outside_transforms", "without_fakes",
 ]  # fmt: skip
 
 
@@ -147,6 +148,14 @@ def storage_users(x: Any) -> int:
 
 def users_of_storage(storage: Any) -> int:
     return int(_storage_use_count(storage._cdata)) + sys.getrefcount(storage)
+
+
+_from_weak = need("to find memory again", torch.UntypedStorage, "_new_with_weak_ptr")
+
+
+def alive(ref: StorageWeakRef) -> Any:
+    """Returns the storage of a weak reference, or None if it has been freed."""
+    return _from_weak(ref.cdata)
 
 
 # (a, b): each has the memory of the other then. They are of one size, or one is empty.
@@ -484,6 +493,10 @@ def process_groups_aside() -> Iterator[None]:
         _default_set(default)
         world.group_count, sys.excepthook = count, hook
         c10d._world = seen
+
+
+creates = c10d, "_new_process_group_helper"  # the module, and its function that makes a group
+need("to see new process groups", *creates)
 
 
 def process_groups() -> list[Any]:

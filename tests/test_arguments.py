@@ -39,6 +39,8 @@ TABLE = {
         dt.init_mesh((-1, -2)) dt.init_mesh((0,)) dt.init_mesh(4) dt.init_mesh("4")
         dt.init_mesh((4.0,)) dt.init_mesh((True,)) dt.init_mesh(None)""",
     "replay: target.*a module, or a function": "dt.replay(None) dt.replay(3) dt.replay(x)",
+    "capture: step.*a function": "dt.capture(None) dt.capture(3)",
+    "capture: warmup.*from 3 up": "dt.capture(step,warmup=2) dt.capture(step,warmup=2.5)",
     "compile: target.*a module, or a function": "dt.compile(None) dt.compile(3) dt.compile(x)",
     "compile: backend.*a name, as 'inductor', or a function": "dt.compile(lin(), backend=3)",
     "init_mesh: dim_names=.*different names": """
@@ -406,6 +408,8 @@ BAD: dict[str, dict[str, str]] = {
         "build_with": FUNCTION, "world": COUNT, "candidates": "3 'x' [3] []",
         "device": "None 'h100' 3", "network": "None 8 'x'", "memory": "'x' -1 0 True",
         "values": "'x' None", "like": "None 3 'x'", "most": f"None {COUNT}", "progress": "3 'x'"},
+    "dt.capture(step)": {
+        "step": "None 3 'x' t", "warmup": "2 -1 2.5 'x'", "check": f"None {FLAGS}"},
     "dt.compile(lin())": {"target": "None 3 'x' t", "backend": "3 None"},
     "dt.replay(lin())": {"target": "None 3 'x' t"},
     "dt.reshard(x,grid(),(S0,R))": {

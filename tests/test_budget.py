@@ -18,13 +18,13 @@ LINES = {
     "api": 928,
     "autograd": 1_351,
     "checkpoint": 1_680,
-    "comm": 3_245,
+    "comm": 3_260,
     "core": 1_180,
     "data": 460,
     "dispatch": 2_520,
     "experts": 585,
-    "fsdp": 3_204,
-    "graphs": 385,
+    "fsdp": 3_206,
+    "graphs": 832,
     "integrations": 800,
     "launching": 760,
     "meta": 426,
@@ -37,12 +37,12 @@ LINES = {
     "pipeline": 3_140,
     "random": 840,
     "reshard": 1_600,
-    "root": 2_160,
+    "root": 2_185,
     "simulate": 5_365,
-    "tensor": 2_760,
+    "tensor": 2_772,
     "trace": 2_365,
 }  # fmt: skip
-MUTABLE = 109  # objects of modules that change: dicts, lists, sets, caches, context variables
+MUTABLE = 110  # objects of modules that change: dicts, lists, sets, caches, context variables
 CALLBACKS = 10  # in disttensor/callbacks.py
 SAME_NAME = 0  # names that several classes have
 CONTAINERS = {

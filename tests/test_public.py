@@ -26,7 +26,7 @@ from tests.support.pool import on_ranks
 
 NAMES = [
     "Checkpointer", "DistTensor", "Partial", "Placement", "ProcessMesh", "Replicate", "Shard",
-    "Strategy", "accumulate", "arange", "broadcast_value", "clip_grad_norm_", "compile",
+    "Strategy", "accumulate", "arange", "broadcast_value", "capture", "clip_grad_norm_", "compile",
     "distribute_tensor", "empty", "from_dtensor", "from_local", "from_pretrained", "full",
     "fully_shard", "init_mesh", "launch", "local_map", "local_ranks", "manual_seed", "ones", "rand",
     "randint", "randn", "randperm", "replay", "replicate", "reshard", "shard_data_parallel",
@@ -40,8 +40,8 @@ MODULES = {
         "info", "pieces", "record_comms", "strict",
     ],
     "disttensor.errors": [
-        "CommError", "CustomFunctionError", "DistTensorError", "FallbackWarning", "MismatchError",
-        "RankError", "SimulationError", "StrictError",
+        "CaptureError", "CommError", "CustomFunctionError", "DistTensorError", "FallbackWarning",
+        "MismatchError", "RankError", "SimulationError", "StrictError",
     ],
     "disttensor.experts": ["combine_tokens", "dispatch_tokens", "expert_load"],
     "disttensor.fsdp": ["SegmentByAnchors", "SegmentBySize", "unshard"],

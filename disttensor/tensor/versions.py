@@ -11,6 +11,7 @@ pending value in it is kept.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,7 +46,10 @@ def counts_twice(local: torch.Tensor) -> bool:
 
 def count(*locals_: torch.Tensor) -> None:
     """Counts a write to the memory of each tensor that autograd has not counted."""
-    UNTRACKED[0] += len(locals_)
-    for local in locals_:
-        storage: Any = local.untyped_storage()
+    count_storages([local.untyped_storage() for local in locals_])
+
+
+def count_storages(storages: Sequence[Any]) -> None:
+    UNTRACKED[0] += len(storages)
+    for storage in storages:
         storage.last_uncounted = UNTRACKED[0]

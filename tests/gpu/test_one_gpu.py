@@ -159,6 +159,75 @@ def test_a_captured_step_gives_the_bits_of_an_eager_one():
     """)
 
 
+CAPTURED = """
+def step_of(model, optimizer):
+    def step(x):
+        optimizer.zero_grad()
+        loss = loss_of(model, x)
+        loss.backward()
+        optimizer.step()
+        return loss
+    return step
+
+def trained(capture, stage, **options):
+    model = make(True, stage)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, capturable=True, **options)
+    step = step_of(model, optimizer)
+    step = dt.capture(step) if capture else step
+    losses = [step(x).detach().clone() for x in batches(True, 8)]
+    assert not capture or step.graph is not None
+    return [*losses, *model.parameters()]
+"""
+
+
+@pytest.mark.parametrize("stage", [None, 1, 3])
+def test_capture_gives_the_bits_of_eager_steps(stage):
+    run(
+        CAPTURED
+        + textwrap.dedent(f"""
+        for options in ({{"fused": True}}, {{"foreach": True}}):
+            same(trained(True, {stage}, **options), trained(False, {stage}, **options))
+    """)
+    )
+
+
+def test_capture_refuses_a_step_before_its_capture():
+    run(
+        CAPTURED
+        + textwrap.dedent("""
+        model = make(True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, capturable=True, fused=True)
+        plain, x = step_of(model, optimizer), next(batches(True))
+        for inside, text in (
+            (lambda: plain(x).item(), "reads a value on the host"),
+            (lambda: plain(x).full_tensor().to("cpu"), "copies between host and device"),
+            (lambda: torch.tensor(1.0, device="cuda"), "copies between host and device"),
+        ):
+            step = dt.capture(inside)
+            for i in range(5):
+                try:
+                    step()
+                except dt.errors.CaptureError as error:
+                    assert i >= 3 and text in str(error), str(error)
+                else:
+                    assert i < 3
+        step = dt.capture(plain)
+        for _ in range(6):
+            loss = step(x)
+        value, weight = loss.item(), next(model.parameters())
+        step(x)
+        assert loss.item() < value  # the memory of the last result has the new one
+        weight.data = weight.data.clone()
+        try:
+            step(x)
+        except dt.errors.CaptureError as error:
+            assert "was replaced since the last call" in str(error)
+        else:
+            raise AssertionError("a graph that reads an old parameter was replayed")
+    """)
+    )
+
+
 def test_nccl_runs_the_collectives():
     """In groups of one rank nothing is sent, so these calls are made below that shortcut."""
     run("""
