@@ -284,6 +284,19 @@ def outside_modes() -> Iterator[None]:
         yield
 
 
+_as_dispatched = need("to run eager calls in an operator", torch._C, "_ForceDispatchKeyGuard")
+
+
+def dispatch_state() -> Callable[[], Any]:
+    """Returns a function: () -> a context in which operators are dispatched as here now: with
+    autograd and autocast, but without modes. Below a mode, an operator has none of them."""
+    python = torch._C.DispatchKey
+    include = torch._C._dispatch_tls_local_include_set()
+    for key in (python.Python, python.PythonDispatcher):
+        include = include.remove(key)
+    return partial(_as_dispatched, include, torch._C._dispatch_tls_local_exclude_set())
+
+
 # The modes of this thread that see every operator, the outermost first.
 dispatch_modes: Callable[[], list[Any]] = need(
     "to take modes into another thread", _python_dispatch, "_get_current_dispatch_mode_stack"

@@ -3,7 +3,7 @@
 A recorded program (``replay``) has three parts. It reads the locals of its sources, calls functions
 of locals, and makes DistTensors of the results. The calls are plain PyTorch but for reshards, which
 become an ordinary autograd function around an operator that Dynamo and AOTAutograd trace, and for
-local functions that communicate or draw, which break the graph.
+local functions that communicate or draw, which are one operator each (``opaque_call``).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from disttensor.autograd.grad_types import GradTransition
 from disttensor.checks import argument_error, check_callable
 from disttensor.comm import collectives
 from disttensor.errors import name_of
+from disttensor.graphs.opaque_call import OPERATORS, opaque
 from disttensor.graphs.traced_comm import (
     REFUSED,
     number_of,
@@ -32,7 +33,7 @@ from disttensor.graphs.traced_comm import (
 from disttensor.torch_private import is_untraceable
 from disttensor.trace.guarded_forward import ForwardCall
 from disttensor.trace.instance_forward import InstanceForward
-from disttensor.trace.record import Program, ambient
+from disttensor.trace.record import Program, _in_mode, ambient
 from disttensor.trace.replay import Replay
 from disttensor.trace.tape import LineCall, LineKind, call_text, define, tensors_in, variables
 from reshard import cross_mesh
@@ -53,8 +54,8 @@ def compile(target: F, *, backend: Any = "inductor", **options: Any) -> F:
     A module is returned itself, with its own ``forward``. Forward and backward are one graph each,
     reshards included. A call that cannot be recorded runs eagerly, as under ``replay``, and
     ``why()`` of the forward (or of the function) returns the reasons; ``breaks()`` returns the
-    calls at which graphs end, because they communicate in a way of their own or draw random
-    numbers. All ranks must call ``compile`` alike.
+    names of the calls at which graphs end, because they write to their arguments and communicate,
+    or because Dynamo cannot trace them. All ranks must call ``compile`` alike.
 
     Args:
         target: a module, or a function of DistTensors.
@@ -122,7 +123,7 @@ class CompiledForward(Replay):
 
     def compiled(self, program: Program) -> Function:
         """Returns the program with its calls as one compiled function."""
-        register()
+        register(OPERATORS)
         scope = dict(program.run.__globals__)
         reads = [line.text for line in program.lines if line.kind is LineKind.READ]
         calls = [line for line in program.lines if line.kind is LineKind.CALL]
@@ -170,7 +171,9 @@ class CompiledForward(Replay):
         func, constants = _traceable(call.func, call.args)
         if constants is not None:
             call = call._replace(words=(call.words[0], *map(repr, constants)))
-        elif not _is_traced(func):
+        elif not _is_traced(func, call.args):
+            if not call.writes and func is not cross_mesh._run:
+                return opaque(call._replace(func=func), scope)
             self._breaks[_named(func)] = None
             func = torch.compiler.disable(func)
         name = f"f{len(scope)}"
@@ -181,6 +184,7 @@ class CompiledForward(Replay):
 def _traceable(func: Function, args: tuple[Any, ...]) -> tuple[Function, tuple[Any, ...] | None]:
     """Returns the form of a function that communicates which torch.compile traces, and its
     arguments after the tensor; the function itself, and None, for all others."""
+    func = getattr(func, "plain", func)
     if func is grad_types._apply_transition:
         return traced_reshard, _transition(args[1])
     if func is cross_mesh._run and args[1].mesh is args[2].mesh:
@@ -213,8 +217,13 @@ def _named(func: Function) -> str:
     return f"{func.__module__}.{outer}" if inside else name_of(func)
 
 
-def _is_traced(func: Function) -> bool:
-    """Returns True for functions of torch, and for autograd functions of users."""
+def _is_traced(func: Function, args: tuple[Any, ...]) -> bool:
+    """Returns True for functions of torch, for functions of ours that do nothing but call them, and
+    for autograd functions of users."""
+    if func is _in_mode:
+        return _is_traced(args[1], args[2:])
+    if func in (functional.psum, functional.pvary, functional.all_gather):
+        return args[1] is None
     owner = getattr(func, "__self__", None)
     if isinstance(func, _BUILTIN):
         return True

@@ -17,7 +17,6 @@ import torch
 
 from disttensor.autograd.grad_types import GradTransition
 from disttensor.comm import collectives
-from disttensor.comm.groups import Group
 from disttensor.torch_private import keep_calls, storage_id
 
 Tensor = torch.Tensor
@@ -29,26 +28,26 @@ _numbers: dict[Any, int] = {}
 
 
 @cache
-def register() -> torch.library.Library:
-    """Registers the operators ``torch.ops.disttensor`` at the first call. They stay as long as the
-    library that it returns."""
+def register(operators: tuple[Any, ...]) -> torch.library.Library:
+    """Registers the operators ``torch.ops.disttensor`` at the first call, with these: (schema,
+    function, function of fakes). They stay as long as the library that it returns."""
     library = torch.library.Library("disttensor", "DEF")
-    library.define("reshard(Tensor x, int number) -> Tensor")
-    library.define("all_reduce(Tensor x, str op, int group) -> Tensor")
-    library.define("all_gather(Tensor x, int group) -> Tensor")
-    for name, run, fake in (
-        ("reshard", _reshard, _fake_reshard),
-        ("all_reduce", _all_reduce, _fake_all_reduce),
-        ("all_gather", _all_gather, _fake_all_gather),
+    for schema, run, fake in (
+        ("reshard(Tensor x, int number) -> Tensor", _reshard, _fake_reshard),
+        ("all_reduce(Tensor x, str op, int group) -> Tensor", _all_reduce, _fake_all_reduce),
+        ("all_gather(Tensor x, int group) -> Tensor", _all_gather, _fake_all_gather),
+        *operators,
     ):
+        library.define(schema)
+        name = schema.partition("(")[0]
         library.impl(name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"disttensor::{name}", fake, lib=library)
         keep_calls(library, f"disttensor::{name}")
     return library
 
 
-def number_of(value: GradTransition | Group) -> int:
-    """Returns the number of a transition or a group in graphs of this process."""
+def number_of(value: Any) -> int:
+    """Returns the number of a transition, a group or a call in graphs of this process."""
     if isinstance(value, GradTransition) and value.run is None:
         return NOTHING
     if value not in _numbers:

@@ -14,6 +14,7 @@ a replay would miss: values read by Python, messages, hooks, other modes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -137,6 +138,7 @@ class CallRecorder(Observer):
         self.quiet = 0  # greater than 0 inside a call that is already one line
         self.within = 0  # number of calls of DistTensors around this one
         self.writes = False
+        self.line_writes = False  # the last line has written to its arguments
         self.opening = False  # inside a local function whose calls become lines
         self.calls: list[CallSignature] = []
         self.cut: dict[int, tuple[Any, bool]] = {}
@@ -192,7 +194,7 @@ class CallRecorder(Observer):
         if inner is not None:
             with self.mode:  # records the calls of the body
                 return self.run_body(inner, args, kwargs, func)
-        with self.drawing():
+        with self.line(args, kwargs):
             out = func(*args, **kwargs)
         if idle_cast(func, args, kwargs, out):
             return out
@@ -221,7 +223,7 @@ class CallRecorder(Observer):
             order = permuted(func, args, kwargs) or ()
             if grad is not self.grad:
                 func, args, order = _in_mode, (grad, func, *args), ()
-            self.tape.add_call(func, args, kwargs, out, idle, order)
+            self.tape.add_call(func, args, kwargs, out, idle, order, self.line_writes)
         except Untraceable as why:
             self.refuse(str(why))
 
@@ -229,7 +231,7 @@ class CallRecorder(Observer):
         """Runs ``step`` and records it as one line."""
         if self.quiet:
             return step(*args, **kwargs)
-        with self.drawing(), self.inside():
+        with self.line(args, kwargs), self.inside():
             out = step(*args, **kwargs)
         self.note(step, args, kwargs, out)
         return out
@@ -250,7 +252,7 @@ class CallRecorder(Observer):
         before = self.tape.position(), self.writes, self.draws, self.sent, self.opening
         draws, sent, self.opening = counter._State.calls, self.comms, True
         unseen = self.comms - self.sent
-        with self.drawing():
+        with self.line(args, kwargs):
             out = body(*args, **kwargs)
         made = all(self.tape.has_variable(t) for t in collect(out, []))
         same = counter._State.calls == draws and self.comms - self.sent == unseen
@@ -267,10 +269,12 @@ class CallRecorder(Observer):
         return out
 
     @contextmanager
-    def drawing(self) -> Iterator[None]:
+    def line(self, *arguments: Any) -> Iterator[None]:
         """Surrounds a line: the generator of torch must not be seeded between lines."""
         self.same_generator()
+        before = _versions(arguments)
         yield
+        self.line_writes = _versions(arguments) != before
         self.follow_generator()
 
     def same_generator(self) -> None:
@@ -387,6 +391,13 @@ class CallRecorder(Observer):
         lines = tuple(self.tape.live_lines(made, merge=False))
         parts = tuple(self.parameters), lines, made
         return Program(run, text, tuple(self.calls), cut, written, *parts)
+
+
+def _versions(arguments: Any) -> list[float]:
+    """Returns the versions of the tensors. Inference tensors have none: they may have changed."""
+    with no_function_mode():
+        tensors = collect(arguments, [])
+        return [math.nan if t.is_inference() else t._version for t in tensors]
 
 
 def _generator(device: str) -> bytes:

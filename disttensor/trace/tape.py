@@ -18,6 +18,7 @@ import torch
 from disttensor.pytree import CONSTANTS, collect
 from disttensor.tensor.base import MeshTensor
 from disttensor.tensor.dist_tensor import DistTensor
+from disttensor.torch_private import no_function_mode
 from disttensor.trace.world_state import Untraceable
 
 Tensor = torch.Tensor
@@ -32,14 +33,28 @@ _TENSOR = re.compile(r"\b[txp]\d+\b")
 LineKind = Enum("LineKind", "READ CALL WRITE MAKE")
 
 
+class LocalMeta(NamedTuple):
+    """The metadata of a local tensor."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+
 class LineCall(NamedTuple):
     """A call of locals: ``words`` are the texts of its arguments and keywords, ``target`` of the
-    result. ``args``: the arguments, with None for tensors, which a program does not keep."""
+    result. ``args``: the arguments, with None for tensors, which a program does not keep;
+    ``given``, ``made``: the tensors of the arguments and the result; ``writes``: to arguments."""
 
     func: Function
     args: tuple[Any, ...]
     words: tuple[str, ...]
     target: str
+    given: dict[str, LocalMeta] = {}  # noqa: RUF012
+    made: dict[str, LocalMeta] = {}  # noqa: RUF012
+    writes: bool = False
 
 
 class Line(NamedTuple):
@@ -130,15 +145,17 @@ class Tape:
 
     def add_call(
         self, func: Function, args: Any, kwargs: Any, out: Any, idle: bool = False,
-        order: tuple[int, ...] = (),
+        order: tuple[int, ...] = (), writes: bool = False,
     ) -> None:  # fmt: skip
         """Records ``out = func(*args, **kwargs)``, which has run; ``order``: the order in which it
-        puts the dims of the first argument."""
+        puts the dims of the first argument; ``writes``: it has written to arguments."""
         words = (*map(self.text, args), *(f"{k}={self.text(v)}" for k, v in kwargs.items()))
-        made: list[str] = []
+        made: dict[str, Tensor] = {}
         target = self._target(out, made)
+        given = {self.text(t): _meta(t) for t in collect((args, kwargs), [])}
         kept = tuple([None if collect(a, []) else a for a in args])
-        call = LineCall(func, kept, words, target if made else "")
+        results = {name: _meta(t) for name, t in made.items()}
+        call = LineCall(func, kept, words, target if made else "", given, results, writes)
         of, text = words[0] if order else "", call_text(call, self.constant(func))
         self.lines.append(Line(LineKind.CALL, text, frozenset(made), idle, of, order, call))
 
@@ -154,10 +171,10 @@ class Tape:
             return f"({value!r})" if kind is int and value < 0 else repr(value)
         return self.constant(value)
 
-    def _target(self, value: Any, made: list[str]) -> str:
+    def _target(self, value: Any, made: dict[str, Tensor]) -> str:
         if isinstance(value, Tensor):
             name = self.bind(value)
-            made.append(name)
+            made[name] = value
             return name
         if isinstance(value, (list, tuple)) and any(
             isinstance(v, (Tensor, list, tuple)) for v in value
@@ -221,6 +238,12 @@ class Tape:
         text = "\n".join([f"def program({', '.join(parameters)}):", *reversed(kept)])
         text += f"\n    return {result}\n"
         return define("program", text, dict(self.scope)), text
+
+
+def _meta(t: Tensor) -> LocalMeta:
+    with no_function_mode():
+        stride = torch.empty_like(t, device="meta").stride()  # dense
+        return LocalMeta(t.shape, stride, t.dtype, t.device, t.requires_grad)
 
 
 def variables(text: str) -> list[str]:

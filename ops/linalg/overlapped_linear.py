@@ -45,6 +45,7 @@ def linear(call: LocalCall) -> Any:
             return func(input, weight, bias)
         return overlapped(func, input, weight, bias, True, nodes)
 
+    linear.plain = func  # type: ignore[attr-defined]
     return linear if may_be_large(call, 0) else func
 
 
@@ -58,6 +59,7 @@ def matmul(call: LocalCall) -> Any:
             return func(input, other)
         return overlapped(lambda x, w, _: func(x, w), input, other, None, False, nodes)
 
+    matmul.plain = func  # type: ignore[attr-defined]
     return matmul if may_be_large(call, 0) else func
 
 
@@ -70,6 +72,7 @@ def addmm(call: LocalCall, func: Any) -> Any:
             return func(input, mat1, mat2, **factors)
         return overlapped(lambda x, w, b: func(b, x, w), mat1, mat2, input, False, nodes)
 
+    addmm.plain = func  # type: ignore[attr-defined]
     return addmm if may_be_large(call, 1) else func
 
 
