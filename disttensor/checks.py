@@ -117,7 +117,7 @@ def check_dtype(who: str, value: object) -> None:
     if str(value).startswith(("torch.qint", "torch.quint")):
         raise TypeError(
             f"{who}={value}: a quantized tensor is no DistTensor. Keep its integers in one "
-            "(x.int_repr()), with the scale beside it"
+            "(x.int_repr()), with the scale in another tensor"
         )
 
 
@@ -159,7 +159,7 @@ def check_dense(who: str, value: Any, meta: bool = False) -> None:
         raise TypeError(
             f"{who} is a {kind}, a tensor subclass with operators of its own, which has no pieces "
             f"that torch.chunk cuts: {expected} is expected. Shard its inner tensors, or keep it "
-            "whole on each rank beside DistTensors, as shard_module does with a frozen parameter"
+            "whole on each rank, as shard_module does with a frozen parameter"
         )
     if value.is_meta and not meta:
         raise TypeError(f"{who} is on the meta device: {expected} is expected")

@@ -36,12 +36,12 @@ class Observer:
     def __enter__(self) -> Self:
         self.thread = get_ident()
         observers.append(self)
-        _changed()
+        _call_callbacks()
         return self
 
     def __exit__(self, *exc: object) -> None:
         observers.remove(self)
-        _changed()
+        _call_callbacks()
 
     # Calls, on the thread of the observer ---------------------------------------------------------
 
@@ -107,25 +107,25 @@ class Observer:
 observers: list[Observer] = []  # the open ones, of all threads
 
 
-def _changed() -> None:
+def _call_callbacks() -> None:
     for call in callbacks.on_observers:
         call()
 
 
 @contextmanager
 def observers_aside() -> Iterator[None]:
-    """Lets no open observer see the block: its ranks and messages are imagined."""
+    """Lets no open observer see the block: its ranks and messages do not exist."""
     before = observers[:]
     observers.clear()
-    _changed()
+    _call_callbacks()
     try:
         yield
     finally:
         observers[:0] = before
-        _changed()
+        _call_callbacks()
 
 
-def here() -> list[Observer]:
+def observers_of_thread() -> list[Observer]:
     """Returns the observers that this thread opened."""
     me = get_ident()
     return [o for o in observers if o.thread == me]
@@ -133,7 +133,7 @@ def here() -> list[Observer]:
 
 def seeing_calls() -> list[Observer]:
     """Returns the observers of this thread that see calls."""
-    return [o for o in here() if o.sees_calls] if observers else []
+    return [o for o in observers_of_thread() if o.sees_calls] if observers else []
 
 
 def begin_call(planned: Any) -> None:

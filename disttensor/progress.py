@@ -1,7 +1,7 @@
 """Bars for work that takes long, drawn by tqdm (``pip install 'disttensor[progress]'``).
 
 The first rank of the world shows them, on a terminal or in a notebook. A log file, other ranks,
-imagined worlds, tests under pytest and processes without tqdm show none, and
+simulated worlds, tests under pytest and processes without tqdm show none, and
 ``DISTTENSOR_PROGRESS=0`` in the environment turns all of them off.
 """
 

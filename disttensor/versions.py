@@ -36,8 +36,8 @@ def importing(version: str = torch.__version__) -> Iterator[None]:
     found, tested = number(version), f"torch {dotted(OLDEST)} to {dotted(NEWEST)}"
     if found is not None and found < OLDEST:
         raise ImportError(
-            f"disttensor is tested on {tested}, and this is torch {version}, which lacks some of "
-            f"what it needs. Install a newer one: pip install 'torch>={dotted(OLDEST)}'",
+            f"disttensor is tested on {tested}, and this is torch {version}, which lacks functions "
+            f"that it needs. Install a newer one: pip install 'torch>={dotted(OLDEST)}'",
             name="torch",
         )
     collects = gc.isenabled()

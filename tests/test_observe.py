@@ -17,7 +17,7 @@ from disttensor import observe, pipeline
 from disttensor.dispatch import native
 from disttensor.dispatch.call_plan import CallPlan
 from disttensor.simulate.run import simulate
-from disttensor.simulate.world import imagined_rank
+from disttensor.simulate.world import simulated_rank
 from tests.support.pool import fake_world
 
 OURS = ("disttensor", "ops", "reshard")
@@ -194,10 +194,10 @@ def test_an_observer_of_another_thread_sees_no_calls() -> None:
     assert watcher.calls == ["add"]
 
 
-def test_an_observer_sees_nothing_of_an_imagined_rank() -> None:
+def test_an_observer_sees_nothing_of_a_simulated_rank() -> None:
     x = dt.ones(4, mesh=dt.ProcessMesh([0], ("dp",)))
     with Watcher() as seen, dt.debugging.record_comms() as log:
-        with imagined_rank(0, 4, data=True):
+        with simulated_rank(0, 4, data=True):
             dt.ones(4, mesh=dt.init_mesh((4,)), placements=[dt.Shard(0)]).sum().item()
         assert not seen.calls and not len(log)
         x.relu()

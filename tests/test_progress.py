@@ -84,7 +84,7 @@ def test_nothing_is_shown(case: str) -> None:
     assert out.getvalue() == ""
 
 
-def test_an_imagined_world_shows_nothing() -> None:
+def test_a_simulated_world_shows_nothing() -> None:
     with on_terminal() as out, fake_world(4):
         work()
     assert out.getvalue() == ""

@@ -2,7 +2,7 @@
 small pipeline.
 
 Each rank of the running world is a stage, which wakes for each message with cold caches. A process
-that measures alone is the first of two imagined stages.
+that measures alone is the first of two simulated stages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from disttensor.core.mesh import ProcessMesh, init_mesh
 from disttensor.core.placement import Replicate, Shard
 from disttensor.simulate.devices import Device
 from disttensor.simulate.events import Op
-from disttensor.simulate.world import imagined_rank
+from disttensor.simulate.world import simulated_rank
 
 from .reference_step import events_of
 
@@ -48,7 +48,7 @@ def _measured(find: Callable[[], float], together: bool) -> float:
         if together and world()[1] > 1:
             found = torch.tensor(find(), dtype=torch.float64)
             return float(collectives.all_reduce(found, "avg", collectives.world_group()))
-        with imagined_rank(0, 2, data=True):
+        with simulated_rank(0, 2, data=True):
             return find()
 
 

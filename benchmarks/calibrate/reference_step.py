@@ -18,7 +18,7 @@ from disttensor.parallel.strategy import Strategy
 from disttensor.simulate.devices import Device
 from disttensor.simulate.events import Event, Gradient, Op
 from disttensor.simulate.recorder import StepRecorder
-from disttensor.simulate.world import imagined_rank
+from disttensor.simulate.world import simulated_rank
 
 _WIDTH, _ROWS, _BLOCKS = 32, 16, 4  # of a step in which kernels take no time
 _SEQUENCE = 128  # rows that attend to each other
@@ -123,7 +123,7 @@ def world_of_one(together: bool, ranks: int = 1) -> Iterator[None]:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.random.fork_rng(devices=[]))
         if not together:
-            stack.enter_context(imagined_rank(0, ranks, data=True))
+            stack.enter_context(simulated_rank(0, ranks, data=True))
         yield
 
 

@@ -176,7 +176,7 @@ def reshard(
         mesh = as_mesh("reshard: mesh", mesh)
     if not isinstance(x, DistTensor):
         if mesh is None:
-            raise ValueError("reshard of a plain tensor needs a mesh")
+            raise ValueError("reshard of a regular tensor needs a mesh")
         return shard_tensor(
             x, mesh, placements, dims_mapping=dims_mapping, partial_status=partial_status
         )

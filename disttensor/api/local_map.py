@@ -28,7 +28,7 @@ from disttensor.core.mesh import ProcessMesh, as_mesh
 from disttensor.core.placement import as_placement
 from disttensor.core.spec import DistSpec
 from disttensor.dispatch.key import key_of
-from disttensor.dispatch.resolve import one_mesh, plain_spec
+from disttensor.dispatch.resolve import one_mesh, regular_spec
 from disttensor.dispatch.run import as_replicated
 from disttensor.meta import execute
 from disttensor.pytree import Uncacheable, collect, find_tensors, rebuild, substitute
@@ -106,7 +106,7 @@ def local_map(
                     "tensors"
                 )
         inputs = [
-            t if isinstance(t, DistTensor) else as_replicated(t, plain_spec(t, mesh))
+            t if isinstance(t, DistTensor) else as_replicated(t, regular_spec(t, mesh))
             for t in tensors
         ]
         specs = [

@@ -265,7 +265,7 @@ def difference(name: str, number: int, calls_of: dict[int, Any]) -> str:
         f"{shared} calls that are the same: " + "; ".join(lines) + ". The lines are those where a "
         "call of this kind was first made. Every rank makes the same calls on tensors of the same "
         "global shapes; what one rank computes for itself alone, it computes of x.detach() without "
-        "writing to it, or of plain tensors: x.to_local()"
+        "writing to it, or of regular tensors: x.to_local()"
     )
 
 

@@ -193,8 +193,7 @@ def _fits(mesh: Any, layout: Any, shape: Any, dtype: Any) -> None:
     check_shape("shape", shape)
     if len(layout.dims) != len(shape):
         raise ValueError(
-            f"shape={tuple(shape)}: {len(layout.dims)} dims are expected, as the placements are "
-            "those of so many"
+            f"shape={tuple(shape)}: {len(layout.dims)} dims are expected, as many as the layout has"
         )
     for axis in layout.varies():
         mesh.axis(axis)

@@ -155,9 +155,9 @@ class BatchFormat:
         if not x.ndim or x.shape[0] != self.rows:
             raise ValueError(
                 f"shard_loader: {_name(path)} has shape {list(x.shape)} for {self.rows} samples: "
-                "dim 0 of each tensor counts the samples. What is made of all of a rank's samples, "
-                "as a count of tokens, gets placements of its own that say how the ranks' are put "
-                "together: {'tokens': [dt.Partial('sum'), dt.Replicate()], ...}"
+                "dim 0 of each tensor counts the samples. A value of all samples of a rank, such "
+                "as a count of tokens, needs placements that say how the values of ranks are "
+                "combined: {'tokens': [dt.Partial('sum'), dt.Replicate()], ...}"
             )
         return _Leaf(tuple(x.shape[1:]), x.dtype)
 

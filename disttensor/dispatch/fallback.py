@@ -17,7 +17,7 @@ from disttensor.dispatch.decompose import body_of
 from disttensor.dispatch.key import key_of
 from disttensor.dispatch.pending_grads import reduce_pending
 from disttensor.dispatch.plan_call import plan_off_mesh
-from disttensor.dispatch.resolve import one_mesh, plain_spec
+from disttensor.dispatch.resolve import one_mesh, regular_spec
 from disttensor.dispatch.run import run_off_mesh
 from disttensor.dispatch.writes import mark_written
 from disttensor.errors import name_of
@@ -197,7 +197,7 @@ def wrap_full(out: Any, mesh: Any, given: dict[int, DistTensor]) -> Any:
             return given[id(t)]
         whole = t.layout is torch.strided and not t.is_quantized
         whole = whole and (type(t) is Tensor or isinstance(t, torch.nn.Parameter))
-        return wrap(t, plain_spec(t, mesh)) if whole else t
+        return wrap(t, regular_spec(t, mesh)) if whole else t
 
     return substitute(out, made)
 

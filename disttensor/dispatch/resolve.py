@@ -229,7 +229,7 @@ def _without_rule(func: Function, why: str) -> Resolution:
 def specs_of(func: Function, tensors: Sequence[Tensor]) -> list[DistSpec]:
     """Returns the specs of the tensors of a call, in order."""
     mesh = one_mesh(func, tensors)
-    return [t.spec if type(t) is DistTensor else plain_spec(t, mesh) for t in tensors]
+    return [t.spec if type(t) is DistTensor else regular_spec(t, mesh) for t in tensors]
 
 
 def one_mesh(func: Function, tensors: Sequence[Tensor]) -> ProcessMesh:
@@ -253,15 +253,15 @@ def one_mesh(func: Function, tensors: Sequence[Tensor]) -> ProcessMesh:
     return mesh
 
 
-def plain_spec(x: Tensor, mesh: ProcessMesh) -> DistSpec:
+def regular_spec(x: Tensor, mesh: ProcessMesh) -> DistSpec:
     """Returns the spec of a regular tensor among DistTensors: replicated. Warns about a parameter
     that its model has replaced: see ``optim.step_hooks.check_fresh``."""
     replaced = getattr(x, "_replaced", None)
     if replaced and x.requires_grad and torch.is_grad_enabled():
         warnings.warn(
-            f"at {user_line()}: the forward uses the plain parameter of before: {replaced} "
+            f"at {user_line()}: the forward uses a parameter that was replaced: {replaced} "
             "when the model was sharded. Its gradient does not reach the parameter that the "
-            "optimizer updates. A module in a plain list, or an attribute of another object, "
+            "optimizer updates. A module in a Python list, or an attribute of another object, "
             "still holds it: make that a submodule (nn.ModuleList) before sharding",
             stacklevel=2,
         )

@@ -248,7 +248,7 @@ def run_off_mesh(plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any]) ->
         received = objects.recv_object(mesh.root.ranks, mesh.device)
         return off_mesh.wrap_received(received, mesh, args, kwargs)
     tensors: list[Any] = collect((args, kwargs), [])
-    off_mesh.refuse_plain(plan.func, mesh, tensors)
+    off_mesh.refuse_regular(plan.func, mesh, tensors)
     if plan.writes is not None:
         target = args[0] if args else next(iter(kwargs.values()))
         off_mesh.update_written(plan.func, target, tensors, mesh)

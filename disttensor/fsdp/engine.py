@@ -105,9 +105,9 @@ class Engine:
         root = self.root()
         if id(root) not in memo:
             raise RuntimeError(
-                "copy.deepcopy of a part of a module under shard_data_parallel: its segments are "
-                "those of the whole. Copy the module that shard_data_parallel was given, or shard "
-                "the parts, each in a call of its own"
+                "copy.deepcopy of a part of a module under shard_data_parallel: its segments "
+                "belong to the whole. Copy the module that was given to shard_data_parallel, or "
+                "shard each part in a call of its own"
             )
         if self.backward is not None or any(s.is_visible or s.busy for s in self._all()):
             raise RuntimeError(

@@ -198,7 +198,7 @@ def _checked(
     plain = [name for name, p in params.items() if not isinstance(p, DistTensor)]
     if mesh is None and plain:
         raise ValueError(
-            f"{who}: parameter {plain[0]!r} is a plain tensor: give the mesh on which it is to lie"
+            f"{who}: parameter {plain[0]!r} is a regular tensor: give mesh=, on which to shard it"
         )
     meshes = _meshes(module, mesh, ignored)
     world = collectives.world_group().size if ignored else 1
@@ -206,7 +206,7 @@ def _checked(
     for name, p in module.named_parameters() if some_rank_is_off else ():
         if id(p) in ignored and p.requires_grad and not isinstance(p, DistTensor):
             raise ValueError(
-                f"{who}: ignored_params: {name!r} is a plain tensor that requires grad, and not "
+                f"{who}: ignored_params: {name!r} is a regular tensor that requires grad, and not "
                 f"all ranks would get its gradient, as the other parameters lie on {meshes}. "
                 "Freeze it, or place it on one mesh with dt.shard_tensor"
             )
@@ -223,7 +223,7 @@ def _checked(
         if _split_by(p, shard_axis, mesh) and name not in experts:
             raise ValueError(
                 f"{who}: parameter {name!r} is {p.spec!r}: {shard_axis!r} splits it already, which "
-                "it may do to experts alone"
+                "is allowed for experts only"
             )
         if p.spec.layout.custom:
             raise ValueError(f"{who}: parameter {name!r} is {p.spec!r}, of a placement of your own")

@@ -82,13 +82,13 @@ def fill_results(
     )
 
 
-def refuse_plain(func: Function, mesh: ProcessMesh, tensors: list[Tensor]) -> None:
+def refuse_regular(func: Function, mesh: ProcessMesh, tensors: list[Tensor]) -> None:
     for t in tensors:
         if type(t) is not DistTensor and t.requires_grad and _grad():
             raise RuntimeError(
-                f"{name_of(func)}: a plain tensor that requires grad beside a DistTensor on "
-                f"{mesh!r}: its gradient is computed on the ranks of that mesh and would not reach "
-                "this rank. Make it a DistTensor: shard_tensor(x, mesh)"
+                f"{name_of(func)}: a regular tensor that requires grad in a call on {mesh!r}: its "
+                "gradient is computed on the ranks of that mesh and would not reach this rank. "
+                "Make it a DistTensor: shard_tensor(x, mesh)"
             )
 
 
@@ -99,7 +99,7 @@ def update_written(func: Function, target: Any, tensors: list[Any], mesh: Proces
         if type(t) is not DistTensor:
             raise RuntimeError(
                 f"{name_of(func)}: it writes a value on {mesh!r}, which this rank is not in, into "
-                "a plain tensor. Give it dt.broadcast_value(x), or make the target a DistTensor"
+                "a regular tensor. Give it dt.broadcast_value(x), or make the target a DistTensor"
             )
         invalidate(t)
     if not _grad():

@@ -151,7 +151,7 @@ def check_subclasses(
                 if split
                 else what + "of its own, and requires grad: its gradient would not be reduced. "
                 "Freeze it (requires_grad_(False)) and train others beside it, as LoRA does, or "
-                "train a plain tensor"
+                "train a regular tensor"
             )
 
 
@@ -214,7 +214,7 @@ def _choose(
         if nn.parameter.is_lazy(value):
             raise ValueError(
                 f"shard_module: {name!r} is lazy, it has no sizes before the first call: call the "
-                "module once on a plain tensor, then shard it"
+                "module once on a regular tensor, then shard it"
             )
     modules = {name for name, _ in module.named_modules()}
     chosen: dict[str, Sequence[Placement]] = {}

@@ -170,11 +170,11 @@ def _check_alike(alike: bool, meshes: Sequence[ProcessMesh]) -> None:
     """Raises on all ranks where ``_mark`` differs between them."""
     if not alike:
         raise RuntimeError(
-            f"clip_grad_norm_: the ranks give parameters of different meshes; those of rank "
-            f"{collectives.world()[0]} are on {', '.join(map(repr, meshes))}. Whether they are the "
-            "same parameters cannot be known, and so the norm is not. Every rank gives all "
-            'parameters, those of other stages too; a group of ranks beside others is mesh["tp"] '
-            "of the mesh of all, which knows that the others hold the same"
+            f"clip_grad_norm_: the ranks give parameters of different meshes; rank "
+            f"{collectives.world()[0]} gives parameters on {', '.join(map(repr, meshes))}. The "
+            "norm is unknown, because these may be the same parameters. Give all parameters on "
+            "every rank, also of other stages; for parameters on a part of the ranks use a "
+            'sub-mesh, as mesh["tp"], of the mesh of all ranks'
         )
 
 
@@ -260,10 +260,10 @@ def _dtype(shares: Shares, flags: Sequence[float]) -> torch.dtype | None:
     for i, (mesh, share) in enumerate(shares.items()):
         some, none = flags[2 * i : 2 * i + 2]
         if some and none:
-            where = "plain tensors" if mesh is None else f"{len(share)} parameters on {mesh!r}"
+            where = "regular tensors" if mesh is None else f"{len(share)} parameters on {mesh!r}"
             raise RuntimeError(
                 f"clip_grad_norm_: of {where}, some ranks have gradients and others none, so the "
-                "norm would depend on the rank. Every rank runs the same program; a plain tensor "
+                "norm would depend on the rank. Every rank runs the same program; a regular tensor "
                 "counts as replicated, or make it a DistTensor: shard_tensor(x, mesh)"
             )
         for p in ([p for p in share if p.requires_grad] or share) if some else ():

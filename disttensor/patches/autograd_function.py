@@ -73,15 +73,15 @@ def _runner(cls: Any, original: Any) -> Callable[..., Any]:
 
 
 def _check_results(cls: Any, args: Sequence[Any], out: Any) -> None:
-    """Raises CustomFunctionError if plain tensors that require grad gave DistTensors: the graph
+    """Raises CustomFunctionError if regular tensors that require grad gave DistTensors: the graph
     would end there."""
     found = any(type(x) in _OURS for x in (out if isinstance(out, tuple) else (out,)))
     if found and torch.is_grad_enabled() and any(t.requires_grad for t in collect(args, [])):
         raise CustomFunctionError(
             f"{cls.__qualname__}.apply at {user_line()}: no argument is a DistTensor, but the "
-            "forward returned one, made of DistTensors that it reads besides its arguments; its "
-            "gradient would be lost. Give apply a DistTensor: dt.shard_tensor(x, mesh), or a "
-            "parameter that the function reads"
+            "forward returned one, made of DistTensors that it reads from outside; its gradient "
+            "would be lost. Give apply a DistTensor: dt.shard_tensor(x, mesh), or a parameter that "
+            "the function reads"
         )
 
 

@@ -77,7 +77,7 @@ def jiterator(self: Any, *tensors: Any, **_: Any) -> None:
         if isinstance(x, DistTensor):
             raise TypeError(
                 f"{self.kernel_name}, a function of torch.cuda.jiterator, of {x.spec!r}: it would "
-                "compute this rank's piece alone. Run it on the pieces: dt.local_map(function, "
+                "compute only this rank's piece. Run it on the pieces: dt.local_map(function, "
                 "in_placements=[x.placements], out_placements=x.placements)(x)"
             )
 

@@ -194,7 +194,7 @@ TABLE = (
     ),
     Change(
         "torch.cuda.jiterator",
-        "it computes this rank's piece, and returns a plain tensor. It raises instead",
+        "it computes this rank's piece, and returns a regular tensor. It raises instead",
         "none: it goes to C++ unasked",
         replaced_in("torch.cuda.jiterator", refusals.jiterator, "__call__", "_JittedFunction"),
     ),

@@ -58,7 +58,7 @@ def _answer(func: Function, args: Any, kwargs: Any) -> Any:
     if written or not {*names} <= GATHERING or not all(t.is_initialized for t in dist):
         raise NotImplementedError(
             f"{name_of(func)} of a DistTensor at {user_line()}, inside {names[-1]}: it follows "
-            f"plain tensors only. {WAY_OUT}"
+            f"regular tensors only. {WAY_OUT}"
         )
 
     TRACERS.names = ()  # of this thread: others may follow a tensor meanwhile

@@ -26,7 +26,7 @@ from disttensor.parallel.degrees import AXES
 from disttensor.parallel.strategy import Strategy
 from disttensor.pieces.picture import Picture
 from disttensor.pieces.table import Table
-from disttensor.simulate.world import imagined_rank
+from disttensor.simulate.world import simulated_rank
 from disttensor.tensor.dist_tensor import DistTensor
 
 _WHAT = "a DistTensor, a DTensor, a DistSpec, a module, or a shape with mesh= and plan=,"
@@ -51,7 +51,7 @@ def visualize(
             tensor or a shape. With ``mesh`` or ``strategy``: a regular module.
         plan: of a module, as for ``shard_module`` or ``Strategy.apply``; of a tensor or a shape,
             its placements.
-        mesh: where ``plan`` would place it: a mesh, or the sizes by axis of an imagined one, as
+        mesh: where ``plan`` would place it: a mesh, or the sizes by axis of a simulated one, as
             ``{"dp": 2, "tp": 4}``.
         strategy: that would be applied to the module, with ``plan`` and ``layers``.
         world: the number of ranks for ``strategy``. Default: the current world, and in one process
@@ -106,12 +106,12 @@ def visualize(
         raise argument_error("visualize: x", x, _WHAT)
     if mesh is None:
         raise ValueError(f"visualize: {tuple(shape)} is on no mesh: give mesh= and plan=")
-    with _imagined(mesh) as there:
+    with _simulated_mesh(mesh) as there:
         return Picture.of(spec_of(there, check_shape("visualize: x", shape), dtype, plan))
 
 
 @contextmanager
-def _imagined(mesh: Any, data: bool = True) -> Iterator[ProcessMesh]:
+def _simulated_mesh(mesh: Any, data: bool = True) -> Iterator[ProcessMesh]:
     """Yields a mesh that cannot communicate: a copy of ``mesh``, or a mesh of the given sizes."""
     if isinstance(mesh, Mapping):
         for axis, size in mesh.items():
@@ -125,7 +125,7 @@ def _imagined(mesh: Any, data: bool = True) -> Iterator[ProcessMesh]:
         check_type("visualize: mesh", mesh, (ProcessMesh, DeviceMesh), expected)
         mesh = as_mesh("visualize: mesh", mesh)
         rank, size = current_world()
-    with imagined_rank(rank, size, data=data), _without_addresses():
+    with simulated_rank(rank, size, data=data), _without_addresses():
         if isinstance(mesh, Mapping):
             ranks = np.arange(size).reshape(tuple(mesh.values()))
             yield ProcessMesh(ranks, tuple(mesh))
@@ -145,7 +145,7 @@ def _without_addresses() -> Iterator[None]:
 def _planned(
     module: nn.Module, plan: Any, mesh: Any, strategy: Any, ranks: int | None, layers: Any
 ) -> Table:
-    """Places a copy of the module, whose tensors have no data, in an imagined world."""
+    """Places a copy of the module, whose tensors have no data, in a simulated world."""
     if mesh is not None and strategy is not None:
         raise ValueError("visualize: a strategy makes its own mesh: give mesh= or strategy=")
     for slot in slots(module):
@@ -158,7 +158,7 @@ def _planned(
     if strategy is None:
         if ranks is not None or layers is not None:
             raise ValueError("visualize: world= and layers= belong to strategy=")
-        with _imagined(mesh, data=False) as there:
+        with _simulated_mesh(mesh, data=False) as there:
             copied = shard_module(_copy(module), there, plan, init=_leave)
             return Table.of(copied, f"{type(module).__name__} as this plan places it on {there!r}")
     check_type("visualize: strategy", strategy, Strategy, "a Strategy")
@@ -167,7 +167,7 @@ def _planned(
         ranks = current_world()[1] if current_world()[1] > 1 else math.prod(given)
     check_int("visualize: world", ranks, 1, "a number of ranks")
     degrees = strategy.degrees(ranks)
-    with imagined_rank(0, ranks), _without_addresses():
+    with simulated_rank(0, ranks), _without_addresses():
         copied = _copy(module)
         # the bytes do not depend on the device, which this process may not have
         on_cpu = replace(strategy, device_type="cpu")

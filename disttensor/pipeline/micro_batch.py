@@ -12,7 +12,7 @@ import torch
 
 from disttensor.comm import collectives, p2p
 from disttensor.core.mesh import ProcessMesh
-from disttensor.observe import here
+from disttensor.observe import observers_of_thread
 from disttensor.pipeline.action import Action
 from disttensor.pipeline.coroutine import Coroutine
 from disttensor.pipeline.micro_batch_graph import MicroBatchGraph
@@ -31,7 +31,7 @@ class MicroBatch:
         self.step, self.batch, self.number, self.chunks = step, batch, number, chunks
         self.channel = channel
         self.first_transfer = 0  # number of transfers on its channel before its program
-        self.observers = here()
+        self.observers = observers_of_thread()
         self.loss: Any = None
         visits = chunks if chunks > 1 else math.inf
         waiting = self._waiting if self.observers else None

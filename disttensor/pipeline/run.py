@@ -17,7 +17,7 @@ from disttensor.autograd.accumulation import BackwardContext, backward_context
 from disttensor.checks import check_callable, check_sequence
 from disttensor.comm import collectives, lone_failure, p2p
 from disttensor.core.mesh import ProcessMesh, as_mesh
-from disttensor.observe import here
+from disttensor.observe import observers_of_thread
 from disttensor.pipeline.action import Action
 from disttensor.pipeline.early_receives import EarlyReceives
 from disttensor.pipeline.micro_batch import MicroBatch, Step
@@ -90,7 +90,7 @@ def run(
         lone_failure.note_failed_run(error)
         raise
     finally:
-        for o in here():
+        for o in observers_of_thread():
             o.end_run()
         for micro_batch in running:
             micro_batch.close()
@@ -130,7 +130,7 @@ def _carry_out(
     for micro_batch in running:
         micro_batch.at(stage, plan, way)
     row = plan.orders[stage]
-    for o in here():
+    for o in observers_of_thread():
         o.begin_run(order, plan, stage)
     left_out = callbacks.choose_left_out.get()(row)
     # The last backward of each visit. I does not count, as gradients of weights come after it.

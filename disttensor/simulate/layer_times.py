@@ -44,7 +44,7 @@ def layer_times(
             "expected: a tuple of its arguments, or a dict of named ones"
         )
     if any(isinstance(t, MeshTensor) for t in find_tensors(sample)):
-        raise TypeError("pipeline.split: sample: plain tensors, of one micro-batch on one rank")
+        raise TypeError("pipeline.split: sample: regular tensors, of one micro-batch on one rank")
     with fake_mode(), torch.no_grad():
         state: dict[str, Tensor] = {}
         state.update(of.named_parameters(remove_duplicate=False))

@@ -19,7 +19,7 @@ from disttensor.simulate.events import Collective, Message, Op
 from disttensor.simulate.kinds import Differences
 from disttensor.simulate.rank_run import RankRun, cut_step
 from disttensor.simulate.recorder import StepRecorder, Values
-from disttensor.simulate.world import imagined_rank, own_modules
+from disttensor.simulate.world import own_modules, simulated_rank
 
 Program = Callable[[StepRecorder], None]  # starts and stops the recorder
 
@@ -103,7 +103,7 @@ def run_rank(
     errors.warned.clear()
     try:
         with (
-            imagined_rank(rank, world, ranks_per_node, backend),
+            simulated_rank(rank, world, ranks_per_node, backend),
             warnings.catch_warnings(record=True) as caught,
             quiet,
         ):

@@ -1,4 +1,4 @@
-"""Lets this process act as one rank of an imagined world: PyTorch's fake process group, tensors
+"""Lets this process act as one rank of a simulated world: PyTorch's fake process group, tensors
 without data, and modules of its own."""
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _own_registrations() -> Iterator[None]:
 
 
 @contextmanager
-def imagined_rank(
+def simulated_rank(
     rank: int, size: int, ranks_per_node: int = 8, backend: str = "nccl", data: bool = False
 ) -> Iterator[None]:
     """Lets this process act as ``rank`` of ``size``, without the other ranks. Afterwards its
@@ -81,7 +81,7 @@ def imagined_rank(
     observers that were open see nothing of it.
 
     Args:
-        rank: the imagined rank.
+        rank: the simulated rank.
         size: the number of ranks.
         ranks_per_node: for LOCAL_RANK and the other variables of torchrun.
         backend: the backend for which collectives are made.

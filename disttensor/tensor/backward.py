@@ -262,15 +262,15 @@ def _check_crossing(roots: Sequence[Tensor], keeps: bool = False) -> None:
         return
     if in_schedule:
         raise NotImplementedError(
-            "pipeline.run: the step asks for gradients of what came from another mesh, before it "
+            "pipeline.run: the step computes gradients of a tensor from another mesh, before it "
             "has returned; in a schedule gradients go from stage to stage after that. Run the step "
             "without pipeline.run (and loss.backward() for each micro-batch), or differentiate "
-            "within a stage, from tensors that are detached behind the reshard"
+            "within a stage, from tensors that are detached after the reshard"
         )
     raise NotImplementedError(
         "backward(create_graph=True) of a tensor that came from another mesh: gradients would be "
-        "differentiated again by way of .grad, which other meshes do not have. Use "
-        "torch.autograd.grad(loss, tensors, create_graph=True), which gives them on all ranks"
+        "differentiated again through .grad, which other meshes do not have. Use "
+        "torch.autograd.grad(loss, tensors, create_graph=True), which returns them on all ranks"
     )
 
 

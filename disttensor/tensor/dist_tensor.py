@@ -44,7 +44,7 @@ class _Tracers(threading.local):
 
 TRACERS = _Tracers()
 WAY_OUT = (
-    "Give it x.full_tensor(), a plain tensor, made before it begins; or do without: "
+    "Give it x.full_tensor(), a regular tensor, made before it begins; or do without: "
     "torch.autograd.grad, also with create_graph=True, and torch.autograd.functional take "
     "DistTensors"
 )
@@ -105,7 +105,7 @@ class DistTensor(Metadata, Grad, Backward, Hooks, InPlace, Values, Checkpointabl
             return x.item()
         if TRACERS.names:
             raise NotImplementedError(
-                f"{func} of a DistTensor inside {TRACERS.names[-1]}, which follows plain tensors "
+                f"{func} of a DistTensor inside {TRACERS.names[-1]}, which follows regular tensors "
                 f"only. {WAY_OUT}"
             )
         out: DistTensor | None = None
@@ -118,9 +118,9 @@ class DistTensor(Metadata, Grad, Backward, Hooks, InPlace, Values, Checkpointabl
             return out
         refuse_collectives(func)
         raise RuntimeError(
-            f"{func} reached a DistTensor below __torch_function__, where only plain tensors may "
+            f"{func} reached a DistTensor below __torch_function__, where only regular tensors may "
             "be: something called it with torch functions disabled, or from C++. Give it "
-            "x.full_tensor(), a plain tensor, or run that code on the locals: local_map(fn, "
+            "x.full_tensor(), a regular tensor, or run that code on the locals: local_map(fn, "
             "in_placements=..., out_placements=...)"
         )
 

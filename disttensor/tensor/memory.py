@@ -28,7 +28,7 @@ def refusal(spec: DistSpec) -> str:
     return (
         f"the memory of {spec!r} is read as if it were one tensor, but this rank holds "
         f"{list(spec.local_shape)} of it. To save a model: dt.pretrained.save(model, folder), or "
-        "torch.distributed.checkpoint.save. Else give x.full_tensor(), a plain tensor (a "
+        "torch.distributed.checkpoint.save. Else give x.full_tensor(), a regular tensor (a "
         "collective: every rank calls it), or x.to_local(), where this rank's piece is meant"
     )
 

@@ -71,10 +71,9 @@ def _value(x: MeshTensor) -> Tensor:
         return full_tensor(x, everywhere=True)
     if not x.is_initialized:
         raise RuntimeError(
-            f"the value of {x.spec!r} is asked for at {user_line()} on rank "
-            f"{collectives.world()[0]}, which is not in its {x.spec.mesh!r} and holds metadata "
-            "only. On every rank: dt.broadcast_value(x), or with dt.values_everywhere(): around "
-            "the code that asks"
+            f"the value of {x.spec!r} is read at {user_line()} on rank {collectives.world()[0]}, "
+            f"which is not in its {x.spec.mesh!r} and holds metadata only. On every rank: "
+            "dt.broadcast_value(x), or with dt.values_everywhere(): around the code that reads it"
         )
     return full_tensor(x)
 

@@ -16,7 +16,7 @@ from torch import nn
 from disttensor.checks import check_callable
 from disttensor.comm.compare_programs import CALLS
 from disttensor.dispatch import strict
-from disttensor.observe import here, observers
+from disttensor.observe import observers, observers_of_thread
 from disttensor.pytree import Uncacheable
 from disttensor.tensor.dist_tensor import TRACERS, DistTensor
 from disttensor.tensor.grad_slot import collector_of
@@ -82,7 +82,7 @@ class Replay(GuardedForward):
             count_function_modes()
             or strict.strict.current()
             or TRACERS.names
-            or (observers and any(o.sees_modules for o in here()))
+            or (observers and any(o.sees_modules for o in observers_of_thread()))
         )
 
     def key_of_tensor(self, x: Any) -> Any:

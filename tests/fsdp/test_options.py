@@ -166,11 +166,11 @@ def test_ignored_parameters_on_several_meshes_are_refused_where_they_would_be_wr
     model = mlp()
     dt.shard_module(model[0], dt.ProcessMesh([0], ("fsdp",)))
     dt.shard_module(model[2], dt.ProcessMesh([1], ("fsdp",)))
-    with pytest.raises(ValueError, match=r"ignored_params: '4.weight' is a plain tensor that req"):
+    with pytest.raises(ValueError, match=r"ignored_params: '4.weight' is a regular tensor that"):
         dt.shard_data_parallel(model, ignored_params=model[4].parameters())
     assert type(model[4].weight) is nn.Parameter
     small = mlp()
-    with pytest.raises(ValueError, match=r"'0.bias' is a plain tensor that requires grad"):
+    with pytest.raises(ValueError, match=r"'0.bias' is a regular tensor that requires grad"):
         dt.shard_data_parallel(
             small, dt.ProcessMesh([0], ("fsdp",)), ignored_params={small[0].bias}
         )

@@ -336,7 +336,7 @@ BAD = {
     "reduce_dtype": ({"reduce_dtype": torch.int32}, ValueError, "floating"),
     "dtype of no kind": ({"param_dtype": "bf16"}, (TypeError, ValueError), "bf16"),
     "prefetch True": ({"prefetch": True}, TypeError, "prefetch"),
-    "mesh": ({"mesh": None}, ValueError, "plain tensor"),
+    "mesh": ({"mesh": None}, ValueError, "regular tensor"),
     "no mesh at all": ({"mesh": "fsdp"}, (TypeError, ValueError), "mesh"),
     "stage 2.0": ({"stage": 2.0}, ValueError, "stage=2.0"),
 }  # fmt: skip

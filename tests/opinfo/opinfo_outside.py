@@ -47,7 +47,7 @@ ASKS = (
     "what the others tell",
     "gives a Python value",
     "holds metadata only",
-    "a plain tensor that requires grad",
+    "a regular tensor that requires grad",
 )
 
 

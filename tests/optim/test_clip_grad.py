@@ -160,7 +160,7 @@ def test_plain_parameters_count_as_replicated():
     if torch.distributed.get_rank():
         staged.leaves[-1].grad = None
     with pytest.raises(
-        RuntimeError, match="of plain tensors, some ranks have gradients and others none"
+        RuntimeError, match="of regular tensors, some ranks have gradients and others none"
     ):
         dt.clip_grad_norm_(staged.leaves, 0.5)
 
