@@ -234,6 +234,15 @@ def test_ranks_are_of_a_kind_by_meshes_sizes_places_and_messages():
     assert Differences(meshes, sources={4}).groups(6) == [[0, 1], [2, 3], [4], [5]]
 
 
+@pytest.fixture
+def unfrozen():
+    """conftest.py freezes what is there."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("unfrozen")
 @pytest.mark.parametrize("was_on", [True, False])
 def test_pythons_collector_is_off_meanwhile_and_then_as_it_was(was_on: bool) -> None:
     seen = []

@@ -115,7 +115,7 @@ def stop() -> None:
 def serve(channel: Connection, main: Callable[..., None]) -> None:
     """Answers until the other end of ``channel`` is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: pytest ends, and with it this process
-    started = 0
+    started = int("PYTEST_XDIST_WORKER" in os.environ)  # then it will start many
     while True:
         try:
             kind, *rest = channel.recv()

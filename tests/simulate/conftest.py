@@ -1,0 +1,18 @@
+"""Each simulation collects garbage several times, and each time would walk over torch and all
+tests: 40 % of what these tests take."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen() -> Iterator[None]:
+    importlib.import_module("torch._dynamo")  # which the first simulation imports
+    gc.freeze()
+    yield
+    gc.unfreeze()
