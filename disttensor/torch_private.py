@@ -193,6 +193,17 @@ def keep_calls(library: torch.library.Library, name: str) -> None:
     library._register_effectful_op(name, EffectType.ORDERED)
 
 
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Inside, ``torch.compiler.is_compiling()`` is True: models then read no values."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
 def is_untraceable(error: Exception) -> bool:
     """Returns True for the error of Dynamo at a call that it cannot trace into one graph."""
     return isinstance(error, torch._dynamo.exc.Unsupported)

@@ -24,13 +24,14 @@ from disttensor.errors import name_of
 from disttensor.graphs.opaque_call import OPERATORS, opaque
 from disttensor.graphs.traced_comm import (
     REFUSED,
+    in_mode,
     number_of,
     register,
     traced_gather,
     traced_reshard,
     traced_sum,
 )
-from disttensor.torch_private import is_untraceable
+from disttensor.torch_private import compiling, is_untraceable
 from disttensor.trace.guarded_forward import ForwardCall
 from disttensor.trace.instance_forward import InstanceForward
 from disttensor.trace.record import Program, _in_mode, ambient
@@ -109,7 +110,8 @@ class CompiledForward(Replay):
         return list(self._breaks)
 
     def trace(self, call: ForwardCall) -> tuple[Any, Program | str]:
-        result, program = super().trace(call)
+        with compiling():
+            result, program = super().trace(call)
         if isinstance(program, str):
             return result, program
         if program.written or any(line.kind is LineKind.WRITE for line in program.lines):
@@ -176,6 +178,8 @@ class CompiledForward(Replay):
                 return opaque(call._replace(func=func), scope)
             self._breaks[_named(func)] = None
             func = torch.compiler.disable(func)
+        elif func is _in_mode:
+            func = in_mode
         name = f"f{len(scope)}"
         scope[name] = func
         return call_text(call, name)

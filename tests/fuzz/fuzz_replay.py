@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,37 +37,41 @@ class Replayed(World):
         return super().names() | self.functions
 
 
-def in_functions(program: Program, mesh: ProcessMesh) -> tuple[Program, dict[str, Any]]:
-    """The program with runs of lines as calls of functions under replay, and these functions."""
+def in_functions(
+    program: Program, mesh: ProcessMesh, through: Callable[[Any], Any] = dt.replay,
+    most: int = MOST, made: Sequence[str] = MADE,
+) -> tuple[Program, dict[str, Any]]:  # fmt: skip
+    """The program with runs of at most ``most`` lines as calls of functions, each as ``through``
+    gives it, and these functions. Lines with a word of ``made`` stay outside."""
     lines: list[str] = []
     functions: dict[str, Any] = {}
-    for run in _runs(program.lines):
-        if any(word in run[0] for word in MADE):
+    for run in _runs(program.lines, most, made):
+        if any(word in run[0] for word in made):
             lines += run
             continue
         tree = ast.parse("\n".join(run))
-        made = list(dict.fromkeys(n.id for n in _names(tree) if isinstance(n.ctx, ast.Store)))
+        assigned = list(dict.fromkeys(n.id for n in _names(tree) if isinstance(n.ctx, ast.Store)))
         read = list(
             dict.fromkeys(n.id for n in _names(tree) if n.id[0] == "v" and n.id[1:].isdigit())
         )
-        given = [n for n in read if n not in made or _read_first(tree, n)]
+        given = [n for n in read if n not in assigned or _read_first(tree, n)]
         name = f"replay{len(functions)}"
         body = "\n".join(f"    {line}" for line in run)
-        back = "".join(f"{m}, " for m in made)
+        back = "".join(f"{m}, " for m in assigned)
         text = f"def {name}({', '.join(given)}):\n{body}\n    return ({back})\n"
         scope = World(mesh).names()
         exec(text, scope)
-        functions[name] = dt.replay(scope[name])
+        functions[name] = through(scope[name])
         call = f"{name}({', '.join(given)})"
-        lines.append(f"({back}) = {call}" if made else call)
+        lines.append(f"({back}) = {call}" if assigned else call)
     return Program(tuple(lines), program.end, program.name), functions
 
 
-def _runs(lines: tuple[str, ...]) -> Iterator[list[str]]:
+def _runs(lines: tuple[str, ...], most: int, made: Sequence[str]) -> Iterator[list[str]]:
     run: list[str] = []
     for line in lines:
-        alone = any(word in line for word in MADE)
-        if run and (alone or len(run) == MOST):
+        alone = any(word in line for word in made)
+        if run and (alone or len(run) == most):
             yield run
             run = []
         if alone:
@@ -98,10 +103,23 @@ def described(x: DistTensor) -> Any:
     return repr(x.spec), x.local.detach(), x.requires_grad, x.is_leaf
 
 
+def same_bits(name: str, a: Any, b: Any) -> bool:
+    return fuzz_programs.same_bits(a, b)
+
+
 def differing(program: Program, mesh: ProcessMesh) -> list[str]:
     """What differs in any bit from the calls one by one, when recorded and when replayed;
     collective."""
     other, functions = in_functions(program, mesh)
+    return beside_the_calls(program, other, functions, mesh, same_bits)
+
+
+def beside_the_calls(
+    program: Program, other: Program, functions: dict[str, Any], mesh: ProcessMesh,
+    same: Callable[[str, Any, Any], bool],
+) -> list[str]:  # fmt: skip
+    """What differs between a program and three runs of ``other``, which calls the functions, by
+    ``same(name, value, value call by call)``; collective."""
     runs: list[tuple[Program, Callable[[], World]]] = [(program, lambda: World(mesh))]
     runs += [(other, lambda: Replayed(mesh, functions=functions))] * 3
     answers: list[Any] = []
@@ -117,29 +135,35 @@ def differing(program: Program, mesh: ProcessMesh) -> list[str]:
             k: described(v)
             if isinstance(v, DistTensor) else v
             for k, v in [*values.items(), *grads.items()]
-        } | {"sent": sorted((r.kind, r.axis, r.bytes, r.phase) for r in log)})  # fmt: skip
+        } | {"sent": Counter((r.kind, r.axis, r.bytes, r.phase) for r in log)})  # fmt: skip
     COUNT[0] += sum(f.replays for f in functions.values())
     COUNT[1] += sum(not f.replays for f in functions.values())
     eager, *others = answers
     found = [
         f"run {i}: {k}: {answer.get(k)}, call by call {eager.get(k)}"
         for i, answer in enumerate(others)
-        for k in {**eager, **answer}
-        if not fuzz_programs.same_bits(answer.get(k), eager.get(k))
+        for k in (["error"] if "error" in answer else {**eager, **answer})
+        if not same(k, answer.get(k), eager.get(k))
     ]
     return fuzz_programs.everyone(found)
 
 
-def run(programs: Any, shape: Any) -> tuple[list[str], list[int]]:
+def run(
+    programs: Any, shape: Any, problems: Callable[[Program, ProcessMesh], list[str]] = differing
+) -> tuple[list[str], list[int]]:
     """Reports, and how many calls were replays and how many functions were not recorded; on every
     rank."""
     COUNT[:] = [0, 0]
-    reports = fuzz_programs.run(programs, shape, problems=differing)
+    reports = fuzz_programs.run(programs, shape, problems=problems)
     return reports, list(COUNT)
 
 
-def main(first: int, last: int, *shape: int) -> None:
+def main(
+    first: int, last: int, *shape: int,
+    problems: Callable[[Program, ProcessMesh], list[str]] = differing,
+) -> None:  # fmt: skip
     programs = [fuzz_programs.make(seed, len(shape)) for seed in range(first, last)]
-    reports, count = pool.run_on_ranks(math.prod(shape), run, programs, shape, timeout=3000.0)[0]
+    world = math.prod(shape)
+    reports, count = pool.run_on_ranks(world, run, programs, shape, problems, timeout=3000.0)[0]
     print("\n".join(reports))
     print(f"{len(programs)} programs, {len(reports)} differ; {count[0]} replays, {count[1]} never")

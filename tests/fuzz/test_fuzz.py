@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import ast
 import math
+from functools import partial
 
 import pytest
 
 from disttensor.dispatch import native
-from tests.fuzz import fuzz_programs, fuzz_replay
+from tests.fuzz import fuzz_compile, fuzz_programs, fuzz_replay
 from tests.support import pool
 
 PART = 50  # programs in one test
@@ -62,6 +63,22 @@ def test_replay_gives_the_bits_of_the_calls(shape, first):
     )[0]
     assert not reports, "\n" + "\n".join(reports)
     assert count[0] > len(programs), count
+
+
+@pytest.mark.filterwarnings("ignore")  # Dynamo's own
+@pytest.mark.limit(200)
+@pytest.mark.parametrize(
+    ("shape", "backend", "most", "first"),
+    [((2,), "aot_eager", 100, 0), ((2,), "eager", 4, 10), ((2, 2), "aot_eager", 4, 100)],
+)
+def test_compiled_programs_give_the_bits_of_the_calls(shape, backend, most, first):
+    programs = [fuzz_programs.make(seed, len(shape)) for seed in range(first, first + 6)]
+    problems = partial(fuzz_compile.differing, backend=backend, most=most)
+    world = math.prod(shape)
+    run = fuzz_replay.run
+    reports, count = pool.run_on_ranks(world, run, programs, shape, problems, timeout=180.0)[0]
+    assert not reports, "\n" + "\n".join(reports)
+    assert count[0] >= 4, count
 
 
 def test_a_variable_that_lines_write_to_is_given_to_their_function():

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 import shutil
+import time
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ import torch.nn.functional as F
 
 import disttensor as dt
 from disttensor import Partial, Replicate, Shard
+from disttensor.comm import compare_programs, failure_watch
+from disttensor.runtime import current_runtime
 from tests.support.pool import on_ranks, run_on_ranks
 from tests.trace.test_replay import LAYOUTS, MLP, TP, Attention, fed, mesh_of
 from tests.trace.twins import agree, twice
@@ -190,6 +194,23 @@ def test_inductor_gives_the_numbers_of_eager_calls():
     assert fast.forward.replays == 2 and not fast.forward.breaks()
 
 
+@on_ranks(2)
+def test_models_that_ask_are_told_that_they_are_compiled():
+    """As those of transformers, which then read no mask; a part without gradients is traced."""
+    mesh = mesh_of(2)
+    x = fed(mesh, 6, 5, at=(R, R))
+
+    def function(x):
+        with torch.no_grad():
+            scale = x.sin() @ x.mT
+        if not torch.compiler.is_compiling():
+            assert scale.sum().item() < 100
+        return scale @ x.cos()
+
+    fast = agree(lambda: function, x, x, x, through=compiled("aot_eager"))
+    assert fast.breaks() == [] and not torch.compiler.is_compiling()
+
+
 class Doubled(torch.autograd.Function):
     """Dynamo does not trace ``name``, an object of Python."""
 
@@ -229,3 +250,30 @@ def test_no_collective_is_dropped_or_merged():
     x = fed_in(mesh, torch.float32)
     fast = agree(lambda: function, x, x, x, through=compiled("aot_eager"))
     assert fast.breaks() == []
+
+
+@on_ranks(2)
+def test_a_rank_that_compiles_slowly_raises_no_alarm():
+    """It compiles for longer than the watch waits for anything, in a forward between messages."""
+    mesh, rank = mesh_of(2)["tp"], torch.distributed.get_rank()
+    slow = []
+
+    def backend(graph, inputs):
+        slow.append(rank and time.sleep(1.5))
+        return graph.forward
+
+    net = dt.shard_module(Attention(), mesh, {k: v[1:] for k, v in TP.items()})
+    x = dt.shard_tensor(torch.linspace(-1, 1, 120).view(3, 5, 8), mesh, [S0])
+    torch._dynamo.reset()
+    fast = dt.compile(net, backend=backend)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    with (
+        mock.patch.multiple(failure_watch, PERIOD=0.05, _PATIENCE=0.2),
+        mock.patch.object(compare_programs, "_PATIENCE", 0.2),
+    ):
+        for _ in range(3):
+            fast(x).square().sum().backward()
+            optimizer.step()
+    watcher = failure_watch.watcher_of(current_runtime())
+    assert slow and fast.forward.replays == 2
+    assert not (watcher.failed or watcher.lost or watcher.store.check(["asked"]))
