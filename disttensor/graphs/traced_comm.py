@@ -147,9 +147,3 @@ def traced_sum(x: Tensor, group: int, forward: bool) -> Tensor:
 def traced_gather(x: Tensor, group: int, index: int) -> Tensor:
     out: Tensor = _TracedGather.apply(x, group, index)
     return out
-
-
-def in_mode(grad: bool, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls ``func`` with gradients on or off, as a part under ``torch.no_grad()`` does."""
-    with torch.set_grad_enabled(grad):
-        return func(*args, **kwargs)

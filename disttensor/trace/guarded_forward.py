@@ -49,6 +49,7 @@ class GuardedForward(InstanceForward):
     contain it without the programs. ``replays``: the number of calls that ran a program."""
 
     logs: ClassVar[bool] = True  # are the reasons logged?
+    outcome: ClassVar[str] = "replay of {}: calls run one by one"  # when there is no program
     # first calls that may assign to attributes: they may fill caches of later ones
     most_assignments: ClassVar[int] = 2
 
@@ -194,8 +195,7 @@ class GuardedForward(InstanceForward):
         if why and why not in self._why:
             self._why[why] = None
             if self.logs:
-                name = self.name()
-                _logger.warning("replay of %s: calls run one by one: %s", name, why)
+                _logger.warning("%s: %s", self.outcome.format(self.name()), why)
 
     def name(self) -> str:
         found = type(self.module) if isinstance(self.module, nn.Module) else self.module

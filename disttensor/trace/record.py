@@ -106,7 +106,7 @@ def record(
         return result, str(why)
 
 
-def _in_mode(grad: bool, func: Function, *args: Any, **kwargs: Any) -> Any:
+def in_mode(grad: bool, func: Function, *args: Any, **kwargs: Any) -> Any:
     with torch.set_grad_enabled(grad):
         return func(*args, **kwargs)
 
@@ -148,6 +148,9 @@ class CallRecorder(Observer):
         self.draws = 0  # random calls made inside of lines
         self.comms = 0  # collectives so far
         self.sent = 0  # collectives run inside of lines
+        self.memory = {
+            storage_id(getattr(x, "local", x).untyped_storage()) for x in sources.values()
+        }
         self.states = {
             name: (x.local, x.spec) for name, x in sources.items() if isinstance(x, MeshTensor)
         }
@@ -222,7 +225,7 @@ class CallRecorder(Observer):
                 raise Untraceable("a function with a backward of its own")
             order = permuted(func, args, kwargs) or ()
             if grad is not self.grad:
-                func, args, order = _in_mode, (grad, func, *args), ()
+                func, args, order = in_mode, (grad, func, *args), ()
             self.tape.add_call(func, args, kwargs, out, idle, order, self.line_writes)
         except Untraceable as why:
             self.refuse(str(why))
@@ -350,7 +353,7 @@ class CallRecorder(Observer):
         name = self.tape.bind(alias)
         call = f"{source}.local_for({axes!r})"
         if torch.is_grad_enabled() is not self.grad:
-            mode = self.tape.constant(_in_mode)
+            mode = self.tape.constant(in_mode)
             call = f"{mode}({torch.is_grad_enabled()}, {source}.local_for, {axes!r})"
         self.tape.add_line(LineKind.READ, f"{name} = {call}", name)
 
@@ -364,6 +367,8 @@ class CallRecorder(Observer):
             self.written[source] = None
             text = f"{self.tape.constant(writes.mark_written)}({source})"
         else:
+            if storage_id(x.local.untyped_storage()) not in self.memory:
+                return  # no tensor from outside has this memory
             text = f"{self.tape.constant(views.invalidate)}({self.tape.text(x.local)})"
         self.tape.add_line(LineKind.WRITE, text)
 

@@ -167,12 +167,11 @@ def _batch_norm(call: LocalCall, gone: tuple[int, ...], axes: Axes) -> Any:
             running_mean = running_var = None
         var, mean = moments(call, x, gone, axes, n, 0)
         along = mean.shape
-        with torch.no_grad():
-            if running_mean is not None:
-                running_mean.lerp_(mean.view(-1).to(running_mean.dtype), momentum)
-            if running_var is not None:
-                unbiased = var.view(-1) * (n / max(n - 1, 1))
-                running_var.lerp_(unbiased.to(running_var.dtype), momentum)
+        if running_mean is not None:
+            running_mean.lerp_(mean.detach().view(-1).to(running_mean.dtype), momentum)
+        if running_var is not None:
+            unbiased = var.detach().view(-1) * (n / max(n - 1, 1))
+            running_var.lerp_(unbiased.to(running_var.dtype), momentum)
         out = (x - call.collectives.pvary(mean, axes)) * call.collectives.pvary(
             (var + eps).rsqrt(), axes
         )

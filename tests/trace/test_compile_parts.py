@@ -1,0 +1,262 @@
+"""Models that are not one program: the modules in them are compiled, with the bits of eager calls.
+Sharded state, pipelines, checkpointed regions, and programs that write."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import disttensor as dt
+from disttensor import Replicate, Shard
+from tests.support.pool import on_ranks, run_on_ranks
+from tests.trace.test_compile import pytestmark  # noqa: F401
+
+R, S0 = Replicate(), Shard(0)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 10), nn.Linear(10, 6)
+        self.drop = nn.Dropout(0.0)
+
+    def forward(self, x):
+        return x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class Model(nn.Module):
+    def __init__(self, checkpointed=False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(6, 3)
+        self.checkpointed = checkpointed
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return self.head(x)
+
+
+def trained(make, step, backend, steps=4):
+    """The losses, gradients and messages of each step, and the model."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = make()
+    if backend:
+        dt.compile(model, backend=backend)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
+    for i in range(steps):
+        torch.manual_seed(10 + i)
+        with dt.debugging.record_comms() as log:
+            loss = step(model)
+        grads = [p.grad.full_tensor() for p in model.parameters() if p.is_initialized]
+        seen.append((loss, grads, [(r.kind, r.bytes) for r in log.records]))
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen, model
+
+
+def same(make, step, backend, steps=4):
+    """Compares compiled training with eager training. Returns the compiled model."""
+    plain, _ = trained(make, step, None, steps)
+    compiled, model = trained(make, step, backend, steps)
+    for (loss, grads, sent), (loss_c, grads_c, sent_c) in zip(plain, compiled, strict=True):
+        assert loss == loss_c and sent == sent_c
+        assert all(a.equal(b) for a, b in zip(grads, grads_c, strict=True))
+    return model
+
+
+def fed(mesh, rows=5):
+    x = dt.shard_tensor(torch.randn(rows, 6), mesh, [S0])
+    return x, dt.shard_tensor(torch.randint(3, (rows,)), mesh, [S0])
+
+
+def step_on(mesh):
+    def step(model):
+        x, y = fed(mesh)
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss.item()
+
+    return step
+
+
+def runs(model):
+    """How often the programs of the blocks ran."""
+    return [block.forward.replays for block in model.blocks if "forward" in vars(block)]
+
+
+def sharded(backend):
+    mesh = dt.init_mesh((torch.distributed.get_world_size(),), ("dp",))
+    blocks = [f"blocks.{i}" for i in range(4)]
+    for stage in (1, 2, 3):
+
+        def make(stage=stage):
+            return dt.shard_data_parallel(
+                Model(), mesh, shard_axis="dp", stage=stage, segments=blocks
+            )
+
+        model = same(make, step_on(mesh), backend)
+        assert runs(model) == [2, 2, 2, 2] and model.forward.breaks() == []
+        assert model.forward.why() == [
+            "its parameters are in sharded segments (shard_data_parallel)"
+        ]
+
+
+@pytest.mark.parametrize(("n", "backend"), [(2, "eager"), (2, "aot_eager"), (4, "aot_eager")])
+def test_the_blocks_of_sharded_state(n, backend):
+    run_on_ranks(n, sharded, backend)
+
+
+def checkpointed(backend):
+    mesh = dt.init_mesh((torch.distributed.get_world_size(),), ("dp",))
+
+    def make():
+        return dt.shard_module(Model(checkpointed=True), mesh)
+
+    model = same(make, step_on(mesh), backend)
+    assert runs(model) == [4, 4, 4, 4]  # of two steps: forwards and recomputations
+
+    def two_forwards(model):
+        """The first is recorded; its recomputation runs after programs were compiled."""
+        total = 0.0
+        losses = [F.cross_entropy(model(x), y) for x, y in (fed(mesh) for _ in range(3))]
+        for loss in losses:
+            loss.backward()
+            total += loss.item()
+        return total
+
+    assert runs(same(make, two_forwards, backend, steps=2)) == [8, 8, 8, 8]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_checkpointed_blocks(backend):
+    run_on_ranks(2, checkpointed, backend)
+
+
+SCHEDULES = {"1f1b": [0, 1], "zero_bubble": [0, 1], "interleaved_1f1b": [0, 1, 0, 1]}
+
+
+@on_ranks(2)
+def test_the_layers_of_stages():
+    mesh = dt.init_mesh((2, 1), ("pp", "dp"))
+    for schedule, order in SCHEDULES.items():
+        stages = [mesh[i] for i in order]
+
+        def make(stages=stages):
+            model = Model()
+            layers = [*(f"blocks.{i}" for i in range(4)), "head"]
+            dt.pipeline.split(layers, stages, of=model)
+            return model
+
+        def step(model, stages=stages, schedule=schedule):
+            def loss(batch):
+                x = dt.shard_tensor(batch[0], stages[0], [S0])
+                y = dt.shard_tensor(batch[1], stages[-1], [S0])
+                return F.cross_entropy(model(x), y)
+
+            parts = [(torch.randn(3, 6), torch.randint(3, (3,))) for _ in range(3)]
+            losses = dt.pipeline.run(loss, parts, schedule, stages=stages)
+            return [dt.reshard(v, mesh, [R, R]).item() for v in losses]
+
+        model = same(make, step, "aot_eager", steps=3)
+        here = [b for b in model.blocks if b.up.weight.is_initialized]
+        assert here and all(b.forward.replays == 7 for b in here), runs(model)
+        assert model.forward.why()[0] == "there are hooks on modules in it"
+
+
+class Statistics(nn.Module):
+    """A buffer that each forward moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x):
+        self.mean.lerp_(x.detach().mean(0), 0.1)
+        return self.inner(x) - self.mean
+
+
+def half_without_grad(x):
+    with torch.no_grad():
+        weight = x.sigmoid()
+    return x.relu().mul_(2) * weight
+
+
+def adds_to(x, y):
+    y.add_(x)
+    doubled = y * 2
+    y.mul_(doubled)
+    return x * y, y
+
+
+WRITERS = {
+    "batch norm": lambda: nn.Sequential(
+        nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(16, 3)
+    ),
+    "a buffer": Statistics,
+}
+
+
+@on_ranks(2)
+def test_programs_that_write():
+    mesh = dt.init_mesh((2,), ("dp",))
+    for kind in WRITERS.values():
+
+        def make(kind=kind):
+            return dt.shard_module(kind(), mesh)
+
+        def step(model):
+            x, y = fed(mesh)
+            shape = (5, 1, 6) if isinstance(model, nn.Sequential) else (5, 6)
+            loss = F.cross_entropy(model(x.view(shape)), y)
+            loss.backward()
+            return loss.item(), [b.full_tensor().tolist() for b in model.buffers()]
+
+        model = same(make, step, "aot_eager")
+        assert model.forward.replays == 3
+        assert model.forward.why() == model.forward.breaks() == []
+
+
+@on_ranks(2)
+def test_functions_that_write():
+    mesh = dt.init_mesh((2,), ("dp",))
+    for eager in (half_without_grad, adds_to):
+        torch._dynamo.reset()
+        fast = dt.compile(eager, backend="aot_eager")
+        for i in range(3):
+            seen = []
+            for f in (eager, fast):
+                torch.manual_seed(i)
+                x, y = (dt.shard_tensor(torch.randn(5, 3), mesh, [S0]) for _ in range(2))
+                args = (x.requires_grad_(), y)[: f.__code__.co_argcount]
+                out = f(*args)
+                first = out[0] if isinstance(out, tuple) else out
+                first.sum().backward()
+                seen.append([first, x.grad, y])
+                assert not isinstance(out, tuple) or out[1] is y
+            assert all(a.full_tensor().equal(b.full_tensor()) for a, b in zip(*seen, strict=True))
+        assert fast.replays == 2 and fast.why() == fast.breaks() == []
+
+
+def test_equal_blocks_are_compiled_once():
+    torch._dynamo.reset()
+    mesh, graphs = dt.init_mesh((1,)), []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    model = dt.shard_data_parallel(
+        Model(), mesh, shard_axis=0, segments=[f"blocks.{i}" for i in range(4)]
+    )
+    dt.compile(model, backend=backend)
+    for _ in range(3):
+        model(torch.randn(2, 6)).sum().backward()
+    assert runs(model) == [1, 1, 1, 1]  # the second call is the first one of a block
+    assert len(graphs) == 1
