@@ -168,11 +168,11 @@ def test_what_cannot_be_compiled_runs_call_by_call():
     mesh = mesh_of(2)
     x = fed(mesh, 6, 5, grad=False)
 
-    def writing(x):
-        return x.add_(1).sin()
+    def reading(x):
+        return x.sin() if x.sum() > 0 else x.cos()
 
-    fast = agree(lambda: writing, x, x, x, through=compiled("eager"), replays=0)
-    assert fast.why() == ["it writes to tensors, which a compiled program does not"]
+    fast = agree(lambda: reading, x, x, x, through=compiled("eager"), replays=0)
+    assert len(fast.why()) == 1 and "reads a value" in fast.why()[0], fast.why()
 
 
 @pytest.mark.filterwarnings("ignore")  # inductor warns of torch's own code

@@ -3,6 +3,8 @@ Sharded state, pipelines, checkpointed regions, and programs that write."""
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,10 +23,9 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 10), nn.Linear(10, 6)
-        self.drop = nn.Dropout(0.0)
 
     def forward(self, x):
-        return x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
+        return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 class Model(nn.Module):
@@ -101,7 +102,7 @@ def sharded(backend):
             )
 
         model = same(make, step_on(mesh), backend)
-        assert runs(model) == [2, 2, 2, 2] and model.forward.breaks() == []
+        assert runs(model) == [3, 3, 3, 3] and model.forward.breaks() == []
         assert model.forward.why() == [
             "its parameters are in sharded segments (shard_data_parallel)"
         ]
@@ -163,9 +164,11 @@ def test_the_layers_of_stages():
             losses = dt.pipeline.run(loss, parts, schedule, stages=stages)
             return [dt.reshard(v, mesh, [R, R]).item() for v in losses]
 
-        model = same(make, step, "aot_eager", steps=3)
+        with warnings.catch_warnings():  # a compiled backward is not split
+            warnings.simplefilter("ignore", dt.errors.FallbackWarning)
+            model = same(make, step, "aot_eager", steps=3)
         here = [b for b in model.blocks if b.up.weight.is_initialized]
-        assert here and all(b.forward.replays == 7 for b in here), runs(model)
+        assert here and all(b.forward.replays == 8 for b in here), runs(model)
         assert model.forward.why()[0] == "there are hooks on modules in it"
 
 
@@ -185,7 +188,7 @@ class Statistics(nn.Module):
 def half_without_grad(x):
     with torch.no_grad():
         weight = x.sigmoid()
-    return x.relu().mul_(2) * weight
+    return (x * 3).mul_(2) * weight
 
 
 def adds_to(x, y):
@@ -244,19 +247,18 @@ def test_functions_that_write():
         assert fast.replays == 2 and fast.why() == fast.breaks() == []
 
 
+@on_ranks(2)
 def test_equal_blocks_are_compiled_once():
     torch._dynamo.reset()
-    mesh, graphs = dt.init_mesh((1,)), []
+    mesh, graphs = dt.init_mesh((2,), ("dp",)), []
 
     def backend(graph, inputs):
         graphs.append(graph)
         return graph.forward
 
-    model = dt.shard_data_parallel(
-        Model(), mesh, shard_axis=0, segments=[f"blocks.{i}" for i in range(4)]
-    )
+    blocks = [f"blocks.{i}" for i in range(4)]
+    model = dt.shard_data_parallel(Model(), mesh, shard_axis="dp", segments=blocks)
     dt.compile(model, backend=backend)
     for _ in range(3):
-        model(torch.randn(2, 6)).sum().backward()
-    assert runs(model) == [1, 1, 1, 1]  # the second call is the first one of a block
-    assert len(graphs) == 1
+        model(fed(mesh)[0]).sum().backward()
+    assert runs(model) == [2, 2, 2, 2] and len(graphs) == 1
