@@ -15,10 +15,10 @@ from typing import Any, ClassVar, TypeVar
 from torch import nn
 
 from disttensor.autograd.activation_checkpoint import (
+    add_note,
     current_run,
-    note,
     recompute_around,
-    replayed,
+    repeated_note,
 )
 from disttensor.checks import argument_error, check_callable
 from disttensor.graphs.local_program import compiled, reads_what_it_wrote
@@ -130,14 +130,14 @@ class CompiledForward(Replay):
         if here is not None and current_backward() != -1:
             again = recompute_around(here)
             # A recomputation saves the tensors that its forward has saved.
-            if again is None or replayed(here, sure=False) is not self:
+            if again is None or repeated_note(here, sure=False) is not self:
                 return self.eager(*args, **kwargs)
         return super().__call__(*args, **kwargs)
 
     def run(self, program: Program, inputs: Sequence[Any]) -> Any:
         here = current_run()
         if here is not None:
-            note(here, self)
+            add_note(here, self)
         return super().run(program, inputs)
 
     def _report(self, why: str) -> None:

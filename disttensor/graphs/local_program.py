@@ -98,7 +98,11 @@ def compiled(
     results = "".join(f"{name}, " for name in needed)
     text = _function("local", given, body, f"({results})")
     metas = {name: meta for call in calls for name, meta in call.given.items() if name in given}
-    kind = text, tuple(metas.items()), snapshot(next((m.device.type for m in metas.values()), "cpu"))
+    kind = (
+        text,
+        tuple(metas.items()),
+        snapshot(next((m.device.type for m in metas.values()), "cpu")),
+    )
     local = _local_function(kind, [_named(c.func) for c in calls], scope, found, backend, options)
 
     def first(*tensors: Tensor) -> Any:
