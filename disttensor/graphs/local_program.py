@@ -119,8 +119,8 @@ def compiled(
 
 
 def _local_function(
-    kind: tuple[str, Any, Any], calls: Sequence[str], scope: dict[str, Any], breaks: dict[str, None], backend: Any,
-    options: dict[str, Any],
+    kind: tuple[str, Any, Any], calls: Sequence[str], scope: dict[str, Any],
+    breaks: dict[str, None], backend: Any, options: dict[str, Any],
 ) -> LocalFunction:  # fmt: skip
     """Returns the function that a text defines, the same one for the same text, metadata of its
     tensors, settings (``kind``) and values."""
