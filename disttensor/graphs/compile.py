@@ -26,7 +26,7 @@ from disttensor.torch_private import compiling, current_backward
 from disttensor.trace.guarded_forward import ASSIGNS, ForwardCall, GuardedForward
 from disttensor.trace.instance_forward import InstanceForward
 from disttensor.trace.record import Program
-from disttensor.trace.replay import Replay
+from disttensor.trace.replay import Replay, sources_of
 
 Function = Callable[..., Any]
 F = TypeVar("F", bound=Function)
@@ -122,6 +122,9 @@ class CompiledForward(Replay):
             return result, program
         if reads_what_it_wrote(program.lines):
             return result, "it reads a tensor anew after it has written to it"
+        sources, _ = sources_of(call)
+        if any(sources[name].local.grad_fn is not None for name in program.written):
+            return result, "it writes to a tensor of autograd's graph"
         run = compiled(program, self.backend, self.options, self._breaks)
         return result, program._replace(run=run)
 

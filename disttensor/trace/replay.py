@@ -99,7 +99,7 @@ class Replay(GuardedForward):
         return _unfit((*call.inputs, *call.guard.tensors))
 
     def trace(self, call: ForwardCall) -> tuple[Any, Program | str]:
-        sources, parameters = _sources(call)
+        sources, parameters = sources_of(call)
         forward = partial(self.eager, *call.args, **call.kwargs)
         return record(forward, sources, parameters, device_of(call.inputs))
 
@@ -113,13 +113,13 @@ class Replay(GuardedForward):
         return program.run(*inputs)
 
     def compare(self, program: Program, call: ForwardCall) -> Any:
-        sources = _sources(call)[0]
+        sources = sources_of(call)[0]
         written = [sources[name] for name in program.written]
         eager = partial(self.trace, call)
         return check.beside_eager(self.name(), program, call.inputs, written, eager)
 
 
-def _sources(call: ForwardCall) -> tuple[dict[str, Any], list[str]]:
+def sources_of(call: ForwardCall) -> tuple[dict[str, Any], list[str]]:
     """Returns the tensors that a program starts from, by name, and the names of its parameters."""
     sources = {f"x{i}": x for i, x in enumerate(call.inputs)}
     parameters = [*sources]
