@@ -103,8 +103,16 @@ def on_rank(recipe: Any, axis: str) -> int:
 
     Returns how many parameters are split. Raises WrongError, and what the runtime raises.
     """
-    plain, batch, expected = in_plain_torch(recipe)
+    plain, _, expected = in_plain_torch(recipe)
     dtype = next(p.dtype for p in plain.parameters() if p.is_floating_point())
+    model, mine, splits = placed(recipe, axis)
+    compare(model, run(model, mine), plain, expected, TOLERANCE[dtype])
+    return splits
+
+
+def placed(recipe: Any, axis: str) -> tuple[nn.Module, Batch, int]:
+    """The model and the batch on the mesh, and how many parameters are split."""
+    plain, batch, _ = in_plain_torch(recipe)
     try:
         model = copy.deepcopy(plain)
     except RuntimeError:  # it keeps what it computed
@@ -122,8 +130,37 @@ def on_rank(recipe: Any, axis: str) -> int:
         key: dt.shard_tensor(x, mesh, [cut if x.ndim else dt.Replicate()])
         for key, x in batch.items()
     }
-    compare(model, run(model, mine), plain, expected, TOLERANCE[dtype])
-    return sum(map(_splits, plan.values()))
+    return model, mine, sum(map(_splits, plan.values()))
+
+
+def compiled_on_rank(recipe: Any, axis: str, backend: str) -> tuple[int, list[str], list[str]]:
+    """On each of two ranks, under ``dt.compile``: the second and the third call have the bits of
+    the first, which runs eagerly. Returns how many calls were compiled, why others were not, and
+    the breaks. Raises WrongError."""
+    model, batch, _ = placed(recipe, axis)
+    torch._dynamo.reset()
+    forward = dt.compile(model, backend=backend).forward
+    first: Any = None
+    for _ in range(3):
+        model.zero_grad()
+        found = [(f"output {name}", whole(x)) for name, x in tensors(run(model, batch))]
+        found += [
+            (f"gradient of {name}", whole(p.grad))
+            for name, p in model.named_parameters()
+            if p.grad is not None
+        ]
+        first = first or {name: x.clone() for name, x in found}
+        wrong = [name for name, x in found if name not in first or not same_bits(x, first[name])]
+        if wrong or len(found) != len(first):
+            raise WrongError(f"{len(wrong)} of {len(found)} of {len(first)} differ: {wrong[:3]}")
+    return forward.replays, forward.why(), forward.breaks()
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """NaN is NaN."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def _splits(placements: Any) -> bool:

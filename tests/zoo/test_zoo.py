@@ -4,17 +4,19 @@ for each commit. ``make zoo`` runs them all."""
 from __future__ import annotations
 
 import importlib.util
+import pickle
 from pathlib import Path
 
 import pytest
 
 from tests.support import pool
-from tests.support.part import part
-from tests.zoo import table
-from tests.zoo.zoo import Ranks, measure
+from tests.support.part import EVERYTHING, part
+from tests.zoo import check, recipes, table
+from tests.zoo.zoo import LIMIT, SEARCH_LIMIT, Ranks, measure
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "zoo.md"
 COUNT = 6
+COMPILED = ["gpt2", "llama", "mistral", "bert", "vit"]
 installed = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
 )
@@ -39,6 +41,25 @@ def test_networks_of_this_commit(monkeypatch: pytest.MonkeyPatch) -> None:
         two.stop()
     bad = [entry for entry in entries if table.state(entry) != "right"]
     assert not bad, f"python -m tests.zoo.zoo --only {bad[0]['name']}\n{bad}"
+
+
+@installed
+@pytest.mark.slow
+@pytest.mark.limit(300)
+def test_a_network_of_this_commit_compiles_without_a_break(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "warning_filters", ["ignore"])
+    (name,) = part(COMPILED, 1) if not EVERYTHING else COMPILED[:1]
+    one, two = Ranks(1), Ranks(2)
+    try:
+        ((kind, recipe),) = one.call(SEARCH_LIMIT, recipes.search, name)
+        assert kind == "ok", recipe
+        recipe = pickle.loads(recipe)
+        answers = two.call(LIMIT, check.compiled_on_rank, recipe, "tp", "aot_eager")
+    finally:
+        one.stop()
+        two.stop()
+    ends = [pickle.loads(x) if kind == "ok" else x for kind, x in answers]
+    assert ends == [(2, [], [])] * 2, f"{name}: {ends}"
 
 
 def entry(name: str, **ends: str) -> table.Entry:
