@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from replicas import GPT, Settings, Side, ddp, free_port, fsdp, kept, ours, zero3
+from replicas import GPT, Settings, Side, compiled, ddp, free_port, fsdp, kept, ours, zero3
 from table import OTHERS, machine, markdown
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -76,7 +76,11 @@ def rows(n: int) -> list[Row]:
         Row("replicas", "DDP, gradients as views of buckets", replicas,
             partial(ddp, gradient_as_bucket_view=True),
             (n, 1), Moves(0, 0, 0, 1)),
+        Row("replicas, compiled", "DDP, compiled", partial(compiled, replicas),
+            partial(compiled, ddp), (n, 1), Moves(0, 0, 0, 1)),
         Row("stage 3", "FSDP2", zero3, fsdp, spread, twice),
+        Row("stage 3, compiled", "FSDP2, blocks compiled", partial(compiled, zero3),
+            partial(compiled, fsdp), spread, twice),
         Row("stage 3, kept after the forward", "FSDP2", kept, partial(fsdp, after_forward=False),
             spread, once),
         Row('stage 3, accumulate "scatter"', "FSDP2", zero3, fsdp, spread, Moves(4, 4, 4, 0), 4),

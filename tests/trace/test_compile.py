@@ -49,6 +49,7 @@ def block(backend):
     assert fast.forward.breaks() == []
 
 
+@pytest.mark.feature("Compiled programs")
 @worlds
 def test_a_block_under_tensor_parallelism(n, backend):
     run_on_ranks(n, block, backend)
