@@ -98,11 +98,8 @@ def compiled(
     results = "".join(f"{name}, " for name in needed)
     text = _function("local", given, body, f"({results})")
     metas = {name: meta for call in calls for name, meta in call.given.items() if name in given}
-    kind = (
-        text,
-        tuple(metas.items()),
-        snapshot(next((m.device.type for m in metas.values()), "cpu")),
-    )
+    device = next((m.device.type for m in metas.values()), "cpu")
+    kind = text, tuple(metas.items()), snapshot(device)
     local = _local_function(kind, [_named(c.func) for c in calls], scope, found, backend, options)
 
     def first(*tensors: Tensor) -> Any:
@@ -127,7 +124,8 @@ def _local_function(
     text = kind[0]
     names = sorted(set(_NAME.findall(text)))
     values = [scope[name] for name in names]
-    known = [(type(v), v) if type(v) in CONSTANTS else id(v) for v in values]
+    # 0.0 is not -0.0
+    known = [(type(v), repr(v)) if type(v) in CONSTANTS else id(v) for v in values]
     key = kind, tuple(known), repr(backend), repr(sorted(options.items()))
     if key not in _functions:
         inside = dict(zip(names, values, strict=True))

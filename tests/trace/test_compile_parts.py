@@ -274,3 +274,15 @@ def test_equal_blocks_are_compiled_once():
         model(fed(mesh)[0]).sum().backward()
     assert runs(model) == [2, 2, 2, 2]
     assert len(graphs) == 2  # the input of the first block has no gradient
+
+
+@on_ranks(2)
+def test_constants_are_part_of_a_shared_function():
+    mesh = dt.init_mesh((2,), ("dp",))
+    found = []
+    for zero in (0.0, -0.0, 1.0):
+        fast = dt.compile(lambda x, zero=zero: torch.full_like(x, zero), backend="eager")
+        x = dt.shard_tensor(torch.randn(5), mesh, [S0])
+        found += [[*map(str, fast(x).full_tensor().tolist())][:1] for _ in range(2)]
+        assert fast.replays == 1
+    assert found == [["0.0"], ["0.0"], ["-0.0"], ["-0.0"], ["1.0"], ["1.0"]]
