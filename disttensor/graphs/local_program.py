@@ -19,7 +19,7 @@ from disttensor.autograd.grad_types import GradTransition
 from disttensor.cache import Cache
 from disttensor.comm import collectives
 from disttensor.errors import name_of
-from disttensor.graphs.opaque_call import OPERATORS, opaque, traced_call
+from disttensor.graphs.opaque_call import OPERATORS, identities, opaque, traced_call
 from disttensor.graphs.traced_comm import (
     REFUSED,
     number_of,
@@ -28,7 +28,6 @@ from disttensor.graphs.traced_comm import (
     traced_reshard,
     traced_sum,
 )
-from disttensor.pytree import CONSTANTS
 from disttensor.settings import snapshot
 from disttensor.torch_private import is_untraceable
 from disttensor.trace.record import Program, in_mode
@@ -124,9 +123,7 @@ def _local_function(
     text = kind[0]
     names = sorted(set(_NAME.findall(text)))
     values = [scope[name] for name in names]
-    # 0.0 is not -0.0
-    known = [(type(v), repr(v)) if type(v) in CONSTANTS else id(v) for v in values]
-    key = kind, tuple(known), repr(backend), repr(sorted(options.items()))
+    key = kind, identities(values), repr(backend), repr(sorted(options.items()))
     if key not in _functions:
         inside = dict(zip(names, values, strict=True))
         inside |= {"set_grad_enabled": torch.set_grad_enabled, "traced_call": traced_call}

@@ -12,13 +12,15 @@ So the graph saves copies.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from disttensor.graphs.traced_comm import _objects, number_of
+from disttensor.pytree import CONSTANTS
+from disttensor.settings import snapshot
 from disttensor.torch_private import direct_apply, dispatch_state, storage_id
 from disttensor.trace.tape import LineCall, LocalMeta, call_text, define
 
@@ -41,12 +43,22 @@ def opaque(call: LineCall, scope: dict[str, Any]) -> str:
     text = f"def line({', '.join(given)}):\n    {call_text(call, 'func')}\n"
     text += f"    return [{', '.join(made)}]\n"
     used = set(re.findall(r"\w+", text)) & scope.keys() - given.keys()  # not the parameters
-    func = define("line", text, {"func": call.func} | {name: scope[name] for name in used})
-    made_by = OpaqueCall(func, (*given.values(),), (*made.values(),), dispatch_state())
+    values = {"func": call.func} | {name: scope[name] for name in sorted(used)}
+    metas = (*given.values(),), (*made.values(),)
+    device = next((m.device.type for some in metas for m in some), "cpu")
+    key = text, identities(values.values()), metas, snapshot(device)
+    made_by = OpaqueCall(define("line", text, values), *metas, dispatch_state())
     scope["traced_call"] = traced_call
-    flags = [repr(tuple(m.requires_grad for m in metas)) for metas in (made_by.given, made_by.made)]
-    words = ", ".join([*flags, str(number_of(made_by)), *given])
+    flags = [repr(tuple(m.requires_grad for m in some)) for some in metas]
+    words = ", ".join([*flags, str(number_of(made_by, key)), *given])
     return f"[{', '.join(made)}] = traced_call({words})"
+
+
+def identities(values: Iterable[Any]) -> tuple[Any, ...]:
+    """Returns a key of constants by value, and of other objects by identity, as long as they
+    live."""
+    # 0.0 is not -0.0
+    return tuple([(type(v), repr(v)) if type(v) in CONSTANTS else id(v) for v in values])
 
 
 class _Enter(torch.autograd.Function):

@@ -46,14 +46,16 @@ def register(operators: tuple[Any, ...]) -> torch.library.Library:
     return library
 
 
-def number_of(value: Any) -> int:
-    """Returns the number of a transition, a group or a call in graphs of this process."""
+def number_of(value: Any, key: Any = None) -> int:
+    """Returns the number of a transition, a group or a call in graphs of this process. ``key``:
+    equal for values that do the same; None: the value itself."""
     if isinstance(value, GradTransition) and value.run is None:
         return NOTHING
-    if value not in _numbers:
-        _numbers[value] = len(_objects)
+    key = value if key is None else key
+    if key not in _numbers:
+        _numbers[key] = len(_objects)
         _objects.append(value)
-    return _numbers[value]
+    return _numbers[key]
 
 
 def _reshard(x: Tensor, number: int) -> Tensor:

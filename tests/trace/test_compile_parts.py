@@ -266,9 +266,7 @@ def test_equal_blocks_are_compiled_once():
         return graph.forward
 
     blocks = [f"blocks.{i}" for i in range(4)]
-    model = dt.shard_data_parallel(
-        Model(dropout=0.0).eval(), mesh, shard_axis="dp", segments=blocks
-    )
+    model = dt.shard_data_parallel(Model(), mesh, shard_axis="dp", segments=blocks)
     dt.compile(model, backend=backend)
     for _ in range(3):
         model(fed(mesh)[0]).sum().backward()
