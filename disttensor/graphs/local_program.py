@@ -142,7 +142,8 @@ def _traced_text(call: LineCall, scope: dict[str, Any], breaks: dict[str, None])
         return f"with set_grad_enabled({words[0]}): {_traced_text(inner, scope, breaks)}"
     func, constants = _traceable(call.func, call.args)
     if constants is not None:
-        words = (words[0], *map(repr, constants))
+        held = words[2:3] if call.func is grad_types._apply_transition else ()
+        words = (words[0], *map(repr, constants), *held)
     elif not _is_traced(func, call.args):
         if not call.writes and func is not cross_mesh._run:
             return opaque(call._replace(func=func), scope)

@@ -87,12 +87,12 @@ def _fake_all_gather(x: Tensor, group: int) -> Tensor:
 
 class _TracedReshard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, number: int, back: int, scale: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, number: int, back: int, scale: float, held: Any) -> Tensor:
         ctx.back, ctx.scale = back, scale
-        if number == NOTHING:
-            return x.view_as(x)
-        out: Tensor = torch.ops.disttensor.reshard(x, number)
-        return out
+        if held is not None or number == NOTHING:
+            out = x if held is None else held
+            return out.view_as(out)
+        return torch.ops.disttensor.reshard(x, number)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -102,13 +102,15 @@ class _TracedReshard(torch.autograd.Function):
             raise RuntimeError("a pending max, min, prod, any or all has no gradient")
         if ctx.back != NOTHING:
             grad = torch.ops.disttensor.reshard(grad, ctx.back)
-        return grad, None, None, None
+        return grad, None, None, None, None
 
 
-def traced_reshard(x: Tensor, number: int, back: int, scale: float) -> Tensor:
+def traced_reshard(
+    x: Tensor, number: int, back: int, scale: float, held: list[Tensor] | None = None
+) -> Tensor:
     """Returns the local after the transition ``number``. Its gradient goes through ``back``, after
-    a multiplication by ``scale``."""
-    out: Tensor = _TracedReshard.apply(x, number, back, scale)
+    a multiplication by ``scale``. ``held``: the result, if it was already communicated."""
+    out: Tensor = _TracedReshard.apply(x, number, back, scale, held[0] if held else None)
     return out
 
 

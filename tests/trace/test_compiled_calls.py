@@ -4,7 +4,7 @@ graph ends at them, and they give the bits of eager calls."""
 from __future__ import annotations
 
 import shutil
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -111,25 +111,31 @@ def test_reductions_with_a_backward_of_their_own(n, backend):
 
 
 def lower(q, w):
-    q = q @ w
-    return F.scaled_dot_product_attention(q, q, q)
+    return F.scaled_dot_product_attention(q.sin(), q.cos() @ w, q.exp(), dropout_p=0.3)
 
 
 @on_ranks(2, timeout=200)
 def test_autocast_holds_inside_of_a_call():
-    def around():
-        stack = ExitStack()
-        stack.enter_context(attention.policy("ring"))
-        stack.enter_context(torch.autocast("cpu", torch.bfloat16))
-        return stack
-
-    same(lower, "aot_eager", ((2, 4, 7, 8), (R, S2)), ((8, 8), (R, R)), around=around)
+    """In the forward: a compiled backward runs without autocast, wherever it is called."""
+    batch = fed_with(mesh_of(2), ((2, 4, 7, 8), (R, S1)), ((8, 8), (R, R)))
+    around = lambda: torch.autocast("cpu", torch.bfloat16)  # noqa: E731
+    through = compiled("aot_eager")
+    fast = agree(lambda: lower, batch, batch, batch, through=through, around=around, backward=False)
+    assert fast.breaks() == [] and fast.why() == []
 
 
 @on_ranks(2, timeout=200)
 def test_large_products_are_products_of_torch():
     """A compiled program does not overlap their backward by nodes of its own."""
-    same(F.linear, "aot_eager", ((64, 512), (R, R)), ((512, 512), (R, S0)))
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph.print_readable(print_output=False))
+        return graph
+
+    function = lambda x, w: F.linear(x.redistribute(placements=[R, R]), w)  # noqa: E731
+    same(function, backend, ((64, 512), (R, S0)), ((512, 512), (R, S0)))
+    assert graphs and not any("disttensor.call" in text for text in graphs)
 
 
 @pytest.mark.filterwarnings("ignore")  # inductor warns of torch's own code
