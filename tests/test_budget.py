@@ -39,7 +39,7 @@ LINES = {
     "reshard": 1_600,
     "root": 2_210,
     "simulate": 5_365,
-    "tensor": 2_772,
+    "tensor": 2_798,
     "trace": 2_410,
 }  # fmt: skip
 MUTABLE = 111  # objects of modules that change: dicts, lists, sets, caches, context variables

@@ -47,7 +47,8 @@ class GroupSpec(NamedTuple):
     @property
     def lane(self) -> str:
         """The old name of ``purpose``."""
-        warnings.warn("GroupSpec.lane is now purpose", DeprecationWarning, stacklevel=2)
+        text = "GroupSpec.lane is now purpose; removed in 0.3"
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
         return self.purpose
 
 

@@ -8,7 +8,6 @@ It is ``Partial`` over the axes on which it is still a sum of contributions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Any, Self, TypeVar
 
 import torch
@@ -35,9 +34,17 @@ T = TypeVar("T", bound=MeshTensor)
 class Grad(MeshTensor):
     """Attributes of autograd, read from the local."""
 
-    grad_fn = property(attrgetter("local.grad_fn"))
-    is_leaf = property(attrgetter("local.is_leaf"))
-    retains_grad = property(attrgetter("local.retains_grad"))
+    @property
+    def grad_fn(self) -> Any:
+        return self.local.grad_fn
+
+    @property
+    def is_leaf(self) -> bool:
+        return self.local.is_leaf
+
+    @property
+    def retains_grad(self) -> bool:
+        return self.local.retains_grad
 
     @property
     def grad_dtype(self) -> torch.dtype | None:

@@ -57,13 +57,33 @@ class Metadata(MeshTensor):
         """Maps each mesh axis with a pending reduction to the reduction."""
         return dict(self.spec.layout.partial)
 
-    shape = property(attrgetter("spec.shape"))
-    dtype = property(attrgetter("spec.dtype"))
-    ndim = property(attrgetter("spec.ndim"))
-    itemsize = property(attrgetter("spec.dtype.itemsize"))
-    nbytes = property(attrgetter("spec.nbytes"))
-    device = property(attrgetter("local.device"))
-    layout = property(lambda _: torch.strided)
+    @property
+    def shape(self) -> torch.Size:
+        return self.spec.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.spec.dtype
+
+    @property
+    def ndim(self) -> int:
+        return self.spec.ndim
+
+    @property
+    def itemsize(self) -> int:
+        return self.spec.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.spec.nbytes
+
+    @property
+    def device(self) -> torch.device:
+        return self.local.device
+
+    @property
+    def layout(self) -> torch.layout:
+        return torch.strided
 
     def size(self, dim: int | None = None) -> Any:
         return self.spec.shape if dim is None else self.spec.shape[dim]
