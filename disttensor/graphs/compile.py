@@ -22,7 +22,7 @@ from disttensor.autograd.activation_checkpoint import (
 )
 from disttensor.checks import argument_error, check_callable
 from disttensor.graphs.local_program import compiled, reads_what_it_wrote
-from disttensor.torch_private import compiling, current_backward
+from disttensor.torch_private import compiling, count_dispatch_modes, current_backward
 from disttensor.trace.guarded_forward import ASSIGNS, ForwardCall, GuardedForward
 from disttensor.trace.instance_forward import InstanceForward
 from disttensor.trace.record import Program
@@ -113,6 +113,9 @@ class CompiledForward(Replay):
             held = module.__dict__.get("forward")
             if isinstance(held, CompiledForward) and held is not self:
                 yield name, held
+
+    def must_run(self) -> bool:
+        return super().must_run() or count_dispatch_modes() > 0  # torch compiles under none
 
     def trace(self, call: ForwardCall) -> tuple[Any, Program | str]:
         # A recomputation of a checkpointed region takes the way of the forward.

@@ -314,15 +314,15 @@ def test_experts_read_the_counts_of_tokens():
 
 @on_ranks(2)
 def test_replayed_and_compiled_modules_are_checked():
-    """With ``dt.compile`` the checked calls run uncompiled."""
+    """With ``dt.compile`` the checked calls run one by one, as under each dispatch mode."""
     mesh = dt.init_mesh((2,), ("tp",))
-    for through in (dt.replay, lambda net: dt.compile(net, backend="eager")):
+    for through, least in ((dt.replay, 2), (lambda net: dt.compile(net, backend="eager"), 1)):
         ours, plain = Trained(mesh), Trained(mesh)
         through(ours.net)
         step = dt.capture(ours.step)
         for x, y in batches(mesh, 6, S0):
             assert torch.equal(step(x, y).full_tensor(), plain.step(x, y).detach().full_tensor())
-        assert ours.net.forward.replays >= 2 and not ours.net.forward.why()
+        assert ours.net.forward.replays >= least and not ours.net.forward.why()
 
 
 class GraphOnCpu:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import disttensor as dt
 from disttensor import Replicate, Shard
@@ -284,3 +285,17 @@ def test_constants_are_part_of_a_shared_function():
         found += [[*map(str, fast(x).full_tensor().tolist())][:1] for _ in range(2)]
         assert fast.replays == 1
     assert found == [["0.0"], ["0.0"], ["-0.0"], ["-0.0"], ["1.0"], ["1.0"]]
+
+
+@on_ranks(2)
+def test_a_dispatch_mode_sees_the_calls():
+    torch._dynamo.reset()
+    mesh = dt.init_mesh((2,), ("dp",))
+    fast = dt.compile(lambda x: (x @ x.mT).sin(), backend="aot_eager")
+    x = dt.shard_tensor(torch.randn(6, 4), mesh, [R])
+    first = fast(x).full_tensor()
+    for _ in range(2):
+        with FlopCounterMode(display=False) as counter:
+            assert fast(x).full_tensor().equal(first)
+        assert counter.get_total_flops() == 2 * 6 * 6 * 4
+    assert fast(x).full_tensor().equal(first) and fast.replays == 1 and fast.why() == []
