@@ -56,6 +56,8 @@ class _Experts:
     """The stages as one function. All are one constant to the dispatcher: a plan does not depend on
     what they do; and it forgets them after the call."""
 
+    untraceable = "it sends tokens to experts by functions of one call (dispatch_tokens)"
+
     def __init__(self, stages: list[Stage]) -> None:
         self.stages: list[Stage] = stages
 

@@ -169,6 +169,8 @@ class Tape:
             return container_text(value, self.text)
         if kind in _PLAIN:
             return f"({value!r})" if kind is int and value < 0 else repr(value)
+        if why := getattr(value, "untraceable", ""):  # an object that is empty after the call
+            raise Untraceable(why)
         return self.constant(value)
 
     def _target(self, value: Any, made: dict[str, Tensor]) -> str:

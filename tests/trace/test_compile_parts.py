@@ -299,3 +299,21 @@ def test_a_dispatch_mode_sees_the_calls():
             assert fast(x).full_tensor().equal(first)
         assert counter.get_total_flops() == 2 * 6 * 6 * 4
     assert fast(x).full_tensor().equal(first) and fast.replays == 1 and fast.why() == []
+
+
+@on_ranks(2)
+def test_tokens_of_experts_are_not_recorded():
+    """The functions that they go through belong to one call."""
+    mesh = dt.init_mesh((2,), ("dp",))
+    x = dt.shard_tensor(torch.randn(6, 4), mesh, [S0])
+    chosen = dt.shard_tensor(torch.randint(3, (6, 2)), mesh, [S0])
+
+    def routed(x, chosen):
+        sent = dt.experts.dispatch_tokens(x, chosen, 3).apply(lambda rows, counts: rows * 10)
+        return dt.experts.combine_tokens(sent, chosen * 0.5)
+
+    wanted = routed(x, chosen).full_tensor()
+    for fast in (dt.replay(routed), dt.compile(routed, backend="eager")):
+        for _ in range(3):
+            assert fast(x, chosen).full_tensor().equal(wanted)
+        assert fast.replays == 0 and fast.why()
