@@ -138,7 +138,9 @@ COLUMNS = ("", "ranks", "peer", "best step", "pairs", "CPU", "MB sent", "by peer
 
 
 class Wire(TorchDispatchMode):
-    """Counts what this rank sends (ring algorithms), whoever asks for it."""
+    """Counts what this rank sends (ring algorithms), for the model or for its sharded state."""
+
+    sees_engine = True  # of disttensor.fsdp
 
     def __init__(self) -> None:
         super().__init__()
