@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 import disttensor as dt
-from disttensor import ProcessMesh
+from disttensor import DistTensor, ProcessMesh
 from tests.fuzz import fuzz_programs, fuzz_replay
 from tests.fuzz.fuzz_world import Program
+from tests.support import pool
 
 STARTS = re.compile(r"v\d+ = (leaf|data|plain)\(.*")
 INSIDE = re.compile(r"(const|index)\((\d+), \([^)]*\)[^)]*\)")
@@ -68,13 +69,22 @@ def differing(program: Program, mesh: ProcessMesh, backend: str, most: int) -> l
         if a is None or b is None:
             return not _values(a).any() and not _values(b).any()
         if isinstance(a, tuple) and isinstance(b, tuple) and "P(" in a[0] != b[0]:
-            return True
+            return _close(a[-1], b[-1])
         if len(functions) == 1 and "loss" in other.lines[-1]:
             return fuzz_programs.same_bits(a, b)
-        got, want = _values(a), _values(b)
-        return got.shape == want.shape and torch.allclose(got, want, ROUNDING, ROUNDING)
+        return _close(_values(a), _values(b))
 
-    return fuzz_replay.beside_the_calls(program, other, functions, mesh, same)
+    return fuzz_replay.beside_the_calls(program, other, functions, mesh, same, _described)
+
+
+def _described(x: DistTensor) -> Any:
+    """As ``fuzz_replay.described``, and the whole tensor; collective."""
+    found = fuzz_replay.described(x)
+    return found if isinstance(found, str) else (*found, fuzz_programs.whole(x))
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.allclose(a, b, ROUNDING, ROUNDING)
 
 
 def _values(x: Any) -> Tensor:
@@ -85,5 +95,6 @@ def _values(x: Any) -> Tensor:
 
 
 def main(backend: str, most: int, first: int, last: int, *shape: int) -> None:
+    pool.warning_filters[:] = ["ignore"]  # those of Dynamo
     problems = partial(differing, backend=backend, most=most)
     fuzz_replay.main(first, last, *shape, problems=problems)

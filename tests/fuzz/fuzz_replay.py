@@ -116,10 +116,10 @@ def differing(program: Program, mesh: ProcessMesh) -> list[str]:
 
 def beside_the_calls(
     program: Program, other: Program, functions: dict[str, Any], mesh: ProcessMesh,
-    same: Callable[[str, Any, Any], bool],
+    same: Callable[[str, Any, Any], bool], describe: Callable[[DistTensor], Any] = described,
 ) -> list[str]:  # fmt: skip
     """What differs between a program and three runs of ``other``, which calls the functions, by
-    ``same(name, value, value call by call)``; collective."""
+    ``same(name, value, value call by call)`` of values as ``describe`` gives them; collective."""
     runs: list[tuple[Program, Callable[[], World]]] = [(program, lambda: World(mesh))]
     runs += [(other, lambda: Replayed(mesh, functions=functions))] * 3
     answers: list[Any] = []
@@ -132,7 +132,7 @@ def beside_the_calls(
                 answers.append({"error": f"{type(error).__name__}: {str(error)[:200]}"})
                 continue
         answers.append({
-            k: described(v)
+            k: describe(v)
             if isinstance(v, DistTensor) else v
             for k, v in [*values.items(), *grads.items()]
         } | {"sent": Counter((r.kind, r.axis, r.bytes, r.phase) for r in log)})  # fmt: skip
