@@ -24,7 +24,7 @@ LINES = {
     "dispatch": 2_520,
     "experts": 585,
     "fsdp": 3_206,
-    "graphs": 1_172,
+    "graphs": 1_174,
     "integrations": 800,
     "launching": 760,
     "meta": 426,

@@ -1,9 +1,9 @@
 """``compile``: gives the recorded program of a module or a function to ``torch.compile``.
 
 A recorded program (``replay``) has three parts. It reads the locals of its sources, calls functions
-of locals, and makes DistTensors of the results. The calls are plain PyTorch but for reshards, which
-become an ordinary autograd function around an operator that Dynamo and AOTAutograd trace, and for
-local functions that communicate or draw, which are one operator each (``opaque_call``).
+of locals, and makes DistTensors of the results. Most calls are plain PyTorch. A reshard becomes an
+ordinary autograd function around an operator that Dynamo and AOTAutograd trace. A local function
+that communicates or draws is one operator (``opaque_call``).
 """
 
 from __future__ import annotations
@@ -81,6 +81,9 @@ class CompiledForward(Replay):
     """The forward of a module, or a function, whose recorded programs are compiled."""
 
     outcome: ClassVar[str] = "compile of {}: it is not one program"
+    merges: ClassVar[bool] = (
+        False  # a compiler does so, and looks for attention in lines as they are
+    )
 
     def __init__(self, target: Any, backend: Any, options: dict[str, Any]) -> None:
         self.__setstate__({"module": target, "backend": backend, "options": options})
@@ -92,15 +95,14 @@ class CompiledForward(Replay):
         super().__setstate__(state)
         self.backend, self.options = state["backend"], state["options"]
         self._breaks: dict[str, None] = {}
-        self.is_module = isinstance(self.module, nn.Module)
 
     def breaks(self) -> list[str]:
         """Returns the names of the calls at which a graph ends."""
         return list(dict.fromkeys(name for _, inside in self._inside() for name in inside._breaks))
 
     def why(self) -> list[str]:
-        """Returns the reasons why calls ran the forward, as text; those of compiled modules in this
-        one begin with their name."""
+        """Returns the reasons why calls ran the forward, as text. The reasons of a compiled module
+        in this one begin with its name."""
         return [
             f"{name}: {reason}" if name else reason
             for name, inside in self._inside()
@@ -147,8 +149,10 @@ class CompiledForward(Replay):
         return super().run(program, inputs)
 
     def _report(self, why: str) -> None:
+        is_new = why not in self._why
         super()._report(why)
-        if why and (why != ASSIGNS or self._never) and self.is_module:
+        is_last = self._never or (is_new and why != ASSIGNS)
+        if why and is_last and self.is_module:
             self._compile_children(self.module)
 
     def _compile_children(self, module: nn.Module) -> None:

@@ -61,7 +61,8 @@ class GuardedForward(InstanceForward):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.module: Any = state["module"]
-        self.eager = self.class_forward if isinstance(self.module, nn.Module) else self.module
+        self.is_module = isinstance(self.module, nn.Module)
+        self.eager = self.class_forward if self.is_module else self.module
         # key -> the program, or the reason for having none
         self._programs: Cache[Any, Any] = Cache(_MOST)
         self._compared: set[Any] = set()  # keys whose programs have been compared
@@ -72,8 +73,7 @@ class GuardedForward(InstanceForward):
 
     @property
     def __signature__(self) -> inspect.Signature:
-        whole = isinstance(self.module, nn.Module)
-        return super().__signature__ if whole else inspect.signature(self.module)
+        return super().__signature__ if self.is_module else inspect.signature(self.module)
 
     def why(self) -> list[str]:
         """Returns the reasons why calls ran the forward, as text."""
@@ -198,7 +198,7 @@ class GuardedForward(InstanceForward):
                 _logger.warning("%s: %s", self.outcome.format(self.name()), why)
 
     def name(self) -> str:
-        found = type(self.module) if isinstance(self.module, nn.Module) else self.module
+        found = type(self.module) if self.is_module else self.module
         return getattr(found, "__qualname__", repr(found))
 
     # Keys -----------------------------------------------------------------------------------------

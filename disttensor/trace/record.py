@@ -89,11 +89,16 @@ def ambient(device: str) -> Ambient:
 
 
 def record(
-    forward: Callable[[], Any], sources: dict[str, Tensor], parameters: list[str], device: str
+    forward: Callable[[], Any],
+    sources: dict[str, Tensor],
+    parameters: list[str],
+    device: str,
+    merge: bool,
 ) -> tuple[Any, Program | str]:
     """Returns the result of ``forward()``, and its Program or the reason why it has none.
 
-    ``sources``: name -> tensor; ``parameters``: the names of sources that are given in each call.
+    ``sources``: name -> tensor; ``parameters``: the names of sources that are given in each call;
+    ``merge``: see ``Tape.live_lines``.
     """
     with bar("recording", unit="calls") as advance:
         recorder = CallRecorder(sources, parameters, device, advance)
@@ -101,7 +106,7 @@ def record(
         with recorder, recorder.mode:
             result = forward()
     try:
-        return result, recorder.program(result, before)
+        return result, recorder.program(result, before, merge)
     except Untraceable as why:
         return result, str(why)
 
@@ -374,7 +379,7 @@ class CallRecorder(Observer):
 
     # The recorded program -------------------------------------------------------------------------
 
-    def program(self, result: Any, before: WorldState) -> Program:
+    def program(self, result: Any, before: WorldState, merge: bool) -> Program:
         """Returns the Program. Raises Untraceable if the forward cannot be replayed."""
         self.same_generator()
         if before.draws_until(world_state()) != self.draws:
@@ -388,12 +393,10 @@ class CallRecorder(Observer):
             if x.local is not local or x.spec is not spec:
                 raise Untraceable("it changes the shape or the memory of a tensor from outside")
         made = Results(self.tape, self.writes).text(result)
-        merged = self.tape.live_lines(made, merge=True)
-        run, text = self.tape.build_function(self.parameters, merged, made)
+        lines = tuple(self.tape.live_lines(made, merge))
+        run, text = self.tape.build_function(self.parameters, lines, made)
         written = tuple(self.written)
         cut = tuple(self.cut.values())
-        # A compiler merges by itself, and looks for attention in the lines as they are.
-        lines = tuple(self.tape.live_lines(made, merge=False))
         parts = tuple(self.parameters), lines, made
         return Program(run, text, tuple(self.calls), cut, written, *parts)
 

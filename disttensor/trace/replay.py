@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -65,7 +65,9 @@ def replay(target: F) -> F:
 
 class Replay(GuardedForward):
     """The forward of a module, or a function, and its recorded programs. ``programs``: their
-    texts."""
+    texts. ``merges``: consecutive permutations of dims are one call of a program."""
+
+    merges: ClassVar[bool] = True
 
     @property
     def programs(self) -> list[str]:
@@ -101,7 +103,7 @@ class Replay(GuardedForward):
     def trace(self, call: ForwardCall) -> tuple[Any, Program | str]:
         sources, parameters = sources_of(call)
         forward = partial(self.eager, *call.args, **call.kwargs)
-        return record(forward, sources, parameters, device_of(call.inputs))
+        return record(forward, sources, parameters, device_of(call.inputs), self.merges)
 
     def is_stale(self, program: Program) -> bool:
         cut = program.cut
