@@ -26,6 +26,7 @@ from disttensor.fsdp.graph_hooks import SegmentForward
 from disttensor.fsdp.param import FSDPParam
 from disttensor.meta import execute
 from disttensor.tensor.dist_tensor import DistTensor
+from disttensor.tensor.grad_slot import grad_slot
 from disttensor.torch_private import storage_id
 
 Tensor = torch.Tensor
@@ -68,6 +69,9 @@ class Segment:
             mesh = members[0].spec.mesh
             group = None if axis is None else mesh.group((axis,), "gather")
             self.buffers.append(AllGatherBuffer(members, dtype, group, is_brief=is_brief))
+        bucket = object()
+        for param in params:
+            grad_slot(param.sharded_param).bucket = bucket
         self.index = 0  # among the segments of the module
         self.position = 0  # in the order in which forwards begin
         self.epoch = -1  # number of the root's forward in which ``position`` was set

@@ -22,7 +22,10 @@ from disttensor.autograd.activation_checkpoint import (
 )
 from disttensor.checks import argument_error, check_callable
 from disttensor.graphs.local_program import compiled, reads_what_it_wrote
+from disttensor.tensor.dist_tensor import DistTensor
+from disttensor.tensor.grad_slot import bucket_of
 from disttensor.torch_private import compiling, count_dispatch_modes, current_backward
+from disttensor.trace.code_guard import CodeGuard
 from disttensor.trace.guarded_forward import ASSIGNS, ForwardCall, GuardedForward
 from disttensor.trace.instance_forward import InstanceForward
 from disttensor.trace.record import Program
@@ -116,6 +119,14 @@ class CompiledForward(Replay):
             if isinstance(held, CompiledForward) and held is not self:
                 yield name, held
 
+    def new_guard(self) -> CodeGuard:
+        guard = super().new_guard()
+        buckets = {bucket_of(t) for t in guard.tensors if isinstance(t, DistTensor)} - {None}
+        if len(buckets) > 1 and not guard.why and self.is_module and any(_parts(self.module)):
+            # All gradients of one program arrive at once.
+            guard.why = "its gradients are reduced in segments, while the backward goes on"
+        return guard
+
     def must_run(self) -> bool:
         return super().must_run() or count_dispatch_modes() > 0  # torch compiles under none
 
@@ -152,17 +163,19 @@ class CompiledForward(Replay):
         is_new = why not in self._why
         super()._report(why)
         is_last = self._never or (is_new and why != ASSIGNS)
-        if why and is_last and self.is_module:
-            self._compile_children(self.module)
-
-    def _compile_children(self, module: nn.Module) -> None:
-        """Compiles the modules in one that cannot be recorded as a whole: blocks, segments of
-        sharded state, layers of stages. A single layer is not faster compiled."""
-        for child in module.children():
-            if type(child).forward is nn.Module.forward:  # ModuleList: it only holds others
-                self._compile_children(child)
-            elif "forward" not in child.__dict__ and any(True for _ in child.children()):
-                CompiledForward(child, self.backend, self.options).put()
+        for part in _parts(self.module) if why and is_last and self.is_module else ():
+            if "forward" not in part.__dict__:
+                CompiledForward(part, self.backend, self.options).put()
 
     def compare(self, program: Program, call: ForwardCall) -> Any:
         return self.run(program, call.inputs)  # its numbers are the compiler's
+
+
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    """Yields the modules in ``module`` that are compiled if it is not one program: blocks, segments
+    of sharded state, layers of stages. A single layer is not faster compiled."""
+    for child in module.children():
+        if type(child).forward is nn.Module.forward:  # ModuleList: it only holds others
+            yield from _parts(child)
+        elif any(True for _ in child.children()):
+            yield child

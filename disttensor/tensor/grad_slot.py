@@ -36,6 +36,7 @@ class GradSlot:
     collector  collects the gradients of this leaf on other tensors
     fixed_by   the feature that relies on the leaf's layout and dtype
     memory     the persistent memory of its gradient
+    bucket     equal for leaves whose gradients are reduced together, during the backward
     """
 
     grad: Any = None
@@ -43,6 +44,7 @@ class GradSlot:
     collector: GradCollector | None = None
     fixed_by: str = ""
     memory: GradMemory | None = None
+    bucket: object = None
 
 
 def grad_slot(x: Any) -> GradSlot:
@@ -103,6 +105,11 @@ def set_collector(x: Any, collector: GradCollector) -> None:
 def collector_of(x: Any) -> GradCollector | None:
     slot: GradSlot | None = x._grad_slot
     return None if slot is None else slot.collector
+
+
+def bucket_of(x: Any) -> object:
+    slot: GradSlot | None = x._grad_slot
+    return None if slot is None else slot.bucket
 
 
 def fix_spec(x: Any, feature: str) -> None:

@@ -111,6 +111,33 @@ def sharded(backend):
         ]
 
 
+@on_ranks(2)
+def test_replicas_are_reduced_while_the_backward_goes_on():
+    mesh = dt.init_mesh((2,), ("dp",))
+    blocks = [f"blocks.{i}" for i in range(4)]
+
+    def make():
+        return dt.shard_data_parallel(Model(), mesh, shard_axis=None, segments=blocks)
+
+    model = same(make, step_on(mesh), "aot_eager")
+    assert runs(model) == [3, 3, 3, 3]
+    (why,) = model.forward.why()
+    assert "reduced in segments" in why
+    started = []
+    with dt.debugging.record_comms() as log:
+
+        def hook(module, args):
+            args[0].register_hook(lambda g: started.append(len(log.records)))
+
+        model.blocks[1].register_forward_pre_hook(hook)
+        step_on(mesh)(model)
+    (before,) = started
+    assert 3 <= before < len(log.records)  # the last three blocks; the first one follows
+    one = dt.compile(dt.shard_data_parallel(Model(), mesh, shard_axis=None), backend="aot_eager")
+    step_on(mesh)(one)
+    assert one.forward.why() == []
+
+
 @pytest.mark.parametrize(("n", "backend"), [(2, "eager"), (2, "aot_eager"), (4, "aot_eager")])
 def test_the_blocks_of_sharded_state(n, backend):
     run_on_ranks(n, sharded, backend)
