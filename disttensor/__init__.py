@@ -19,7 +19,8 @@ from disttensor import versions as _versions  # noqa: E402
 with _versions.importing():
     from disttensor import errors  # noqa: F401
     from disttensor.core.placement import Partial, Placement, Replicate, Shard
-    from disttensor.core.mesh import ProcessMesh, init_mesh
+    from disttensor.core.mesh import ProcessMesh
+    from disttensor.core.init_mesh import init_mesh
     import ops as _ops  # noqa: F401
     import reshard as _reshard  # noqa: F401
     from disttensor.random.counter import manual_seed
@@ -29,9 +30,9 @@ with _versions.importing():
     import disttensor.dispatch.handlers
     import disttensor.dispatch.native  # noqa: F401  (the two complete DistTensor)
     from disttensor.optim.clip_grad import clip_grad_norm_
+    from disttensor.api.shard import distribute_tensor, reshard, shard_tensor
     from disttensor.api.create import (
-        arange, distribute_tensor, empty, full, ones, rand, randint, randn, randperm, reshard,
-        shard_tensor, zeros,
+        arange, empty, full, ones, rand, randint, randn, randperm, zeros,
     )  # fmt: skip
     from disttensor.api.from_local import from_local
     from disttensor.api.interop import from_dtensor, to_dtensor
@@ -43,7 +44,8 @@ with _versions.importing():
     from disttensor.nn import tensor_parallel_plans as plans  # noqa: F401
     from disttensor.nn.shard_module import shard_module
     from disttensor.checkpoint.checkpointer import Checkpointer
-    from disttensor.fsdp.fully_shard import accumulate, shard_data_parallel
+    from disttensor.fsdp.accumulation import accumulate
+    from disttensor.fsdp.fully_shard import shard_data_parallel
     from disttensor.fsdp.torch_names import fully_shard, replicate
     from disttensor.parallel.strategy import Strategy
     from disttensor.pieces.visualize import visualize

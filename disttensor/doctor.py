@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from disttensor import versions
 from disttensor.api.create import ones
-from disttensor.core.mesh import init_mesh
+from disttensor.core.init_mesh import init_mesh
 from disttensor.core.placement import Shard
 from disttensor.dispatch import native
 from disttensor.launching.launch import launch

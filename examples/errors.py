@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from disttensor.comm.collectives import CommError
+from disttensor.errors import CommError
 
 # A rank that lost a peer sees a symptom only: the peer, or torchrun, prints the cause and ends this
 # rank. If it still runs after so many seconds, it prints its own error.

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from disttensor.cache import cached
 from disttensor.comm import collectives
+from disttensor.comm.groups import Group
 from disttensor.core.placement import Shard
 from disttensor.core.spec import DistSpec
 from reshard.exchange import exchange
@@ -15,7 +16,7 @@ from reshard.registry import NOW, Axes, How, Tensor, dense, register, then
 class EvenSplit(NamedTuple):
     """Equal pieces: dim j of the local is cut into ``sizes``, the pieces are joined along dim i."""
 
-    group: collectives.Group
+    group: Group
     sizes: tuple[int, ...]
     i: int
     j: int

@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 
 from disttensor.cache import cached
-from disttensor.comm import collectives, p2p
+from disttensor.comm import p2p
+from disttensor.comm.process_group import world
 from disttensor.comm.work import Work, finished
 from disttensor.core.placement import neutral_element
 from disttensor.core.spec import DistSpec
@@ -50,14 +51,14 @@ def post_early_receives(src: DistSpec, dst: DistSpec, tag: int) -> list[p2p.Earl
     """Posts the receives of a later ``start`` with this tag, which may never be called. Returns the
     posted receives."""
     plan = plan_between(src, dst)
-    routes = _routes(plan, collectives.world()[0])
+    routes = _routes(plan, world()[0])
     receives = [(sender, box.shape) for sender, box in routes.receives]
     return p2p.post_early_receives(receives, plan.after.dtype, plan.after.mesh.device, tag)
 
 
 def send_recv(x: Tensor, plan: CrossMeshPlan, tag: int) -> Work[Tensor]:
     """Sends the messages of a plan: from the local of ``before`` to the local of ``after``."""
-    routes, after = _routes(plan, collectives.world()[0]), plan.after
+    routes, after = _routes(plan, world()[0]), plan.after
     source, target, kept = routes.source, routes.target, routes.kept
     dtype, device = after.dtype, after.mesh.device
     x = x.detach()

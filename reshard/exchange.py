@@ -7,6 +7,7 @@ from typing import Any
 
 from disttensor.cache import cached
 from disttensor.comm import collectives
+from disttensor.comm.groups import Group
 from disttensor.core.layout import Axes as DimAxes
 from disttensor.core.layout import Box
 from disttensor.core.spec import DistSpec
@@ -19,7 +20,7 @@ class Exchange:
     """The plan of this rank: the boxes that it sends (one for each member of the group, or None),
     keeps and receives (``numels``: elements per member)."""
 
-    group: collectives.Group
+    group: Group
     source: Box
     target: Box
     kept: Box | None

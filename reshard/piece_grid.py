@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from disttensor.comm import collectives
+from disttensor.comm.groups import Group
 from disttensor.core.layout import Box, Shape
 from disttensor.core.spec import DistSpec
 from reshard.registry import Axes, Tensor
@@ -21,7 +21,7 @@ class PieceGrid:
     permutation ``back``. Pieces of different ``boxes`` are sent flat, padded to ``padded``.
     """
 
-    group: collectives.Group
+    group: Group
     shape: Shape
     stacked: Shape = ()
     order: tuple[int, ...] | None = None

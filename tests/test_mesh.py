@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from disttensor.comm import collectives
+from disttensor.comm.process_group import world
 from disttensor.core.layout import layout_of
 from disttensor.core.mesh import ProcessMesh
 from disttensor.core.placement import Partial, Replicate, Shard
@@ -141,7 +142,7 @@ def test_groups_follow_the_mesh():
     assert tp.ranks == tuple(mesh.mesh[i]) and tp.index == j
     assert both.ranks == (3, 1, 0, 2) and both.index == 2 * i + j and not both.in_rank_order
     assert mesh.group([0]) is dp and both.pg is not dist.group.WORLD  # which is the user's
-    rank = torch.tensor([collectives.world()[0]])
+    rank = torch.tensor([world()[0]])
     for group in (dp, tp, both, mesh.group((1, 0))):
         assert collectives.all_gather(rank, group).view(-1).tolist() == list(group.ranks)
 

@@ -19,6 +19,7 @@ import torch.multiprocessing as mp
 
 from disttensor.checks import check_bool, check_positive
 from disttensor.comm import collectives
+from disttensor.comm.groups import world_group
 from disttensor.errors import CommError
 from disttensor.simulate.devices import Device, Link, Network
 
@@ -96,7 +97,7 @@ def _of_all(seconds: float, together: bool) -> float:
     if not together or not dist.is_initialized():
         return seconds
     found = torch.tensor(seconds, dtype=torch.float64)
-    return float(collectives.all_reduce(found, "avg", collectives.world_group()))
+    return float(collectives.all_reduce(found, "avg", world_group()))
 
 
 # Networks -----------------------------------------------------------------------------------------
@@ -115,7 +116,7 @@ def measure_network() -> Network:
     ``latency`` comes from the mean of small collectives, ``bandwidth`` from that of large ones, and
     ``processor`` from the CPU seconds of the threads that do not wait. Raises CommError in a world
     of one rank, or of another backend than gloo."""
-    group = collectives.world_group()
+    group = world_group()
     if group.size == 1 or "gloo" not in dist.get_backend(group.pg):
         raise CommError(
             f"measure_network: there are {group.size} ranks, by "

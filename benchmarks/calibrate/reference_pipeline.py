@@ -15,10 +15,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from disttensor import pipeline
-from disttensor.api.create import reshard, shard_tensor
+from disttensor.api.shard import reshard, shard_tensor
 from disttensor.comm import collectives
+from disttensor.comm.groups import world_group
 from disttensor.comm.process_group import world
-from disttensor.core.mesh import ProcessMesh, init_mesh
+from disttensor.core.init_mesh import init_mesh
+from disttensor.core.mesh import ProcessMesh
 from disttensor.core.placement import Replicate, Shard
 from disttensor.simulate.devices import Device
 from disttensor.simulate.events import Op
@@ -47,7 +49,7 @@ def _measured(find: Callable[[], float], together: bool) -> float:
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         if together and world()[1] > 1:
             found = torch.tensor(find(), dtype=torch.float64)
-            return float(collectives.all_reduce(found, "avg", collectives.world_group()))
+            return float(collectives.all_reduce(found, "avg", world_group()))
         with simulated_rank(0, 2, data=True):
             return find()
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from disttensor.api.create import shard_tensor
+from disttensor.api.shard import shard_tensor
 from disttensor.comm.log import record_comms
 from disttensor.comm.process_group import world
 from disttensor.parallel.strategy import Strategy

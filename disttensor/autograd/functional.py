@@ -18,9 +18,10 @@ import torch
 
 from disttensor.autograd import activation_checkpoint
 from disttensor.comm import collectives
+from disttensor.comm.groups import Group
 
 Tensor = torch.Tensor
-Group = collectives.Group
+Group = Group
 
 
 def psum(x: Tensor, group: Group | None) -> Tensor:

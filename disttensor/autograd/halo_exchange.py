@@ -16,6 +16,7 @@ import torch
 
 from disttensor.autograd import activation_checkpoint
 from disttensor.comm import collectives
+from disttensor.comm.groups import Group
 
 Tensor = torch.Tensor
 Range = tuple[int, int]  # start and stop
@@ -39,7 +40,7 @@ def own(x: Tensor, dim: int, src: Range, dst: Range) -> Tensor:
     return x if src == dst else x.narrow(dim, start - src[0] if length else 0, length)
 
 
-def _exchanged(x: Tensor, dim: int, src: Ranges, dst: Ranges, group: collectives.Group) -> Tensor:
+def _exchanged(x: Tensor, dim: int, src: Ranges, dst: Ranges, group: Group) -> Tensor:
     me, none = group.index, x.new_empty(0)
     shape = list(x.shape)
     shape[dim] = dst[me][1] - dst[me][0]
@@ -65,9 +66,7 @@ def _exchanged(x: Tensor, dim: int, src: Ranges, dst: Ranges, group: collectives
 
 class _Fetch(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, dim: int, src: Ranges, dst: Ranges, group: collectives.Group
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dim: int, src: Ranges, dst: Ranges, group: Group) -> Tensor:
         ctx.how = dim, src, dst, group
         activation_checkpoint.join_region(ctx)
         return _exchanged(x, dim, src, dst, group)
@@ -79,7 +78,7 @@ class _Fetch(torch.autograd.Function):
         return _Fetch.apply(grad, dim, dst, src, group), None, None, None, None
 
 
-def fetch(x: Tensor, dim: int, src: Ranges, dst: Ranges, group: collectives.Group | None) -> Tensor:
+def fetch(x: Tensor, dim: int, src: Ranges, dst: Ranges, group: Group | None) -> Tensor:
     """Returns the range ``dst[i]`` of ``dim`` on member i of the group, which holds ``src[i]``.
     Without communication if all members hold their ranges."""
     if group is None or local(src, dst):

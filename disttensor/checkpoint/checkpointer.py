@@ -19,8 +19,8 @@ from disttensor.checkpoint.state import Tensors, check_loadable, collect, parame
 from disttensor.checkpoint.synced_file import Sums, SyncedFile
 from disttensor.checks import check_bool, check_int, check_type
 from disttensor.comm import compare_programs, objects
-from disttensor.comm.collectives import world
 from disttensor.comm.groups import Group, new_group
+from disttensor.comm.process_group import world
 from disttensor.errors import MismatchError
 from disttensor.progress import Advance, bar, show_nothing
 from disttensor.random import counter

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from disttensor.api.create import empty, shard_tensor
+from disttensor.api.create import empty
+from disttensor.api.shard import shard_tensor
 from disttensor.nn.names import close_to
 from disttensor.pytree import Path, map_paths
 from disttensor.tensor.checkpointable import spec_of_boxes

@@ -12,115 +12,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, Literal, TypeVar, overload
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
-from disttensor.comm import buffers, compare_programs, failure_watch, log, lone_failure, wire
-from disttensor.comm.groups import Group as Group
-from disttensor.comm.groups import world_group as world_group
+from disttensor.comm import buffers, compare_programs, wire
+from disttensor.comm.collective_call import call_error, call_options, run, start, wait
+from disttensor.comm.groups import Group
 from disttensor.comm.process_group import backend_name
-from disttensor.comm.process_group import world as world
 from disttensor.comm.work import Work, finished
-from disttensor.errors import CommError as CommError
+from disttensor.errors import CommError
 from disttensor.observe import observers
-from disttensor.torch_private import (
-    all_gather_single,
-    all_to_all_single,
-    reduce_scatter_single,
-)
+from disttensor.torch_private import all_gather_single, all_to_all_single, reduce_scatter_single
 
 Tensor = torch.Tensor
 T = TypeVar("T")
-
-_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX,
-        "min": dist.ReduceOp.MIN, "prod": dist.ReduceOp.PRODUCT, "any": dist.ReduceOp.MAX,
-        "all": dist.ReduceOp.MIN}  # fmt: skip
-
-
-@cache
-def _options(kind: str, async_op: bool, op: str = "") -> Any:
-    """Returns the options argument of a process group's method. The methods are called directly,
-    because torch.distributed's functions take a third of the time of a small collective."""
-    options = getattr(c10d, kind)()
-    options.asyncOp = async_op  # on NCCL: on a separate stream
-    if op:
-        options.reduceOp = _OPS[op]
-    return options
-
-
-def _announce(
-    kind: str, group: Group, sent: Tensor, share: float, op: str, background: bool
-) -> log.CommRecord | None:
-    """Records that ``share`` of the bytes is sent, and compares ranks in debug mode."""
-    entry = None
-    if observers:
-        nbytes = round(share * sent.nbytes)
-        entry = log.record(kind, group.axes, nbytes, sent.shape, sent.dtype, background)
-    if compare_programs.enabled:
-        shape = "pieces" if kind == "all_to_all" else tuple(sent.shape)  # piece sizes may differ
-        compare_programs.compare_collective(group, f"{kind}({op}) of {shape} {sent.dtype}")
-    return entry
-
-
-def _failed(kind: str, group: Group, error: RuntimeError) -> CommError:
-    return failure_watch.comm_error(
-        f"{kind} over mesh axes {'+'.join(group.axes)} (ranks {list(group.ranks)}) failed on rank "
-        f"{group.ranks[group.index]}: a rank of the group is gone, or called something else.", error
-    )  # fmt: skip
-
-
-def run(
-    kind: str, group: Group, sent: Tensor, share: float, fn: Any, args: tuple[Any, ...],
-    finish: Callable[[], T], op: str = "",
-) -> T:  # fmt: skip
-    """Records a collective, runs it to its end, and returns the result of ``finish``."""
-    if observers or compare_programs.enabled:
-        _announce(kind, group, sent, share, op, False)
-    try:
-        work = fn(*args)
-        if work is not None:
-            _wait(work, group, sent)
-    except RuntimeError as error:
-        raise _failed(kind, group, error) from error
-    return finish()
-
-
-def _wait(work: Any, group: Group, sent: Tensor) -> None:
-    if sent.is_cpu:
-        lone_failure.wait(work, group.ranks)
-    else:  # on NCCL a wait with a time limit blocks the program
-        work.wait()
-
-
-def start(
-    kind: str, group: Group, sent: Tensor, share: float, fn: Any, args: tuple[Any, ...],
-    finish: Callable[[], T], op: str = "", into: T | None = None,
-) -> Work[T]:  # fmt: skip
-    """Starts a collective, and returns its Work. ``into``: the result of ``finish``, if known."""
-    entry = None
-    if observers or compare_programs.enabled:
-        entry = _announce(kind, group, sent, share, op, True)
-    try:
-        work = fn(*args)
-    except RuntimeError as error:
-        raise _failed(kind, group, error) from error
-
-    def end(kept: Any = args) -> T:  # keeps the tensors alive until the end
-        if entry is not None:
-            log.waited_for(entry)
-        try:
-            _wait(work, group, sent)
-        except RuntimeError as error:
-            raise _failed(kind, group, error) from error
-        return finish()
-
-    # On an accelerator the moment of the end depends on the rank, and so would the order of the
-    # collectives of a program that asks for it: NCCL needs one order.
-    return Work(end, work.is_completed if sent.is_cpu else None, into)
 
 
 def _decoded(total: Tensor, decode: Any, into: Tensor | None, after: float = 1.0) -> Tensor:
@@ -169,7 +77,7 @@ def all_reduce(
         buffer.mul_(before)
     into = _target(buffer, decode, x)
     finish = partial(_decoded, buffer, decode, into, after)
-    args = group.pg, [buffer], _options("AllreduceOptions", async_op, native)
+    args = group.pg, [buffer], call_options("AllreduceOptions", async_op, native)
     go: Any = partial(start, into=into) if async_op else run
     return go("all_reduce", group, buffer, 2 * (n - 1) / n, _allreduce, args, finish, op)
 
@@ -185,11 +93,11 @@ def _sum(x: Tensor, group: Group) -> Tensor:
         x = x.detach()
     total = x.clone(memory_format=_dense)
     try:
-        work = _allreduce(group.pg, [total], _options("AllreduceOptions", False, "sum"))
+        work = _allreduce(group.pg, [total], call_options("AllreduceOptions", False, "sum"))
         if work is not None:
-            _wait(work, group, total)
+            wait(work, group, total)
     except RuntimeError as error:
-        raise _failed("all_reduce", group, error) from error
+        raise call_error("all_reduce", group, error) from error
     return total
 
 
@@ -227,7 +135,7 @@ def all_gather(
         return whole
 
     one, all_ = wire.match_shapes(wire.sendable(x), wire.sendable(whole))
-    args = group.pg, all_, one, _options("AllgatherOptions", async_op)
+    args = group.pg, all_, one, call_options("AllgatherOptions", async_op)
     go: Any = partial(start, into=whole) if async_op else run
     return go("all_gather", group, x, n - 1, all_gather_single, args, finish)
 
@@ -271,7 +179,7 @@ def reduce_scatter(
         # gloo's own runs in the calling thread, and costs two to three times an exchange.
         rows = buffers.empty(buffer.numel(), buffer.dtype, buffer.device).view(n, -1)
         fn: Any = all_to_all_single
-        options = _options("AllToAllOptions", True)
+        options = call_options("AllToAllOptions", True)
         args: tuple[Any, ...] = (group.pg, rows.view(-1), buffer.view(-1), [], [], options)
 
         def finish() -> Tensor:
@@ -282,7 +190,7 @@ def reduce_scatter(
         native, before, after = wire.scale_factors(op, buffer, group)
         if before != 1:
             buffer = buffer * before
-        fn, options = reduce_scatter_single, _options("ReduceScatterOptions", async_op, native)
+        fn, options = reduce_scatter_single, call_options("ReduceScatterOptions", async_op, native)
         args = group.pg, *wire.match_shapes(total, buffer), options
         finish = partial(_decoded, total, decode, into, after)
     go: Any = partial(start, into=into) if async_op else run
@@ -366,7 +274,7 @@ def _exchange(
     given, target = wire.sendable(x), wire.sendable(out)
     scale = 1 if given is x else x.itemsize * math.prod(x.shape[1:])
     sizes = [n * scale for n in received], [n * scale for n in sent]
-    args = group.pg, target, given, *sizes, _options("AllToAllOptions", async_op)
+    args = group.pg, target, given, *sizes, call_options("AllToAllOptions", async_op)
     go: Any = start if async_op else run
     return go("all_to_all", group, x, share, all_to_all_single, args, finish)
 

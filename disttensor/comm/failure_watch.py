@@ -31,14 +31,7 @@ from typing import Any
 import torch.distributed as dist
 
 from disttensor import callbacks
-from disttensor.comm.process_group import (
-    attempt,
-    is_fake,
-    keeps_store,
-    read_key,
-    wait_until,
-    world,
-)
+from disttensor.comm.process_group import attempt, is_fake, keeps_store, read_key, wait_until, world
 from disttensor.errors import CommError, user_line
 from disttensor.runtime import Runtime, current_runtime, last_runtime
 from disttensor.torch_private import default_group, default_store

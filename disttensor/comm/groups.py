@@ -17,11 +17,7 @@ import torch.distributed as dist
 from disttensor.comm import compare_programs, failure_watch, lone_failure
 from disttensor.comm.process_group import attempt, wait_until, world
 from disttensor.runtime import current_runtime
-from disttensor.torch_private import (
-    group_name,
-    set_timeout,
-    timeout_of,
-)
+from disttensor.torch_private import group_name, set_timeout, timeout_of
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from disttensor import callbacks, observe
-from disttensor.comm import collectives, p2p
+from disttensor.comm import p2p
+from disttensor.comm.collective_call import run
 from disttensor.comm.groups import Group
 from disttensor.comm.process_group import is_fake, world
 
@@ -36,7 +37,7 @@ def gather_objects(value: Any, group: Group) -> list[Any]:
     if is_fake():
         out, fn = [value] * group.size, _nothing
     args = out, value, group.pg
-    return collectives.run("all_gather", group, unknown, 0, fn, args, lambda: group.to_members(out))
+    return run("all_gather", group, unknown, 0, fn, args, lambda: group.to_members(out))
 
 
 def _nothing(*_: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -13,16 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from disttensor.checks import (
-    argument_error,
-    check_positive,
-    check_sequence,
-    check_shape,
-    check_type,
-)
-from disttensor.comm import failure_watch
+from disttensor.checks import argument_error, check_sequence, check_type
 from disttensor.comm.groups import Group, new_group, process_group
-from disttensor.comm.process_group import backends, join_world, world
+from disttensor.comm.process_group import backends, world
 from disttensor.runtime import current_runtime
 from disttensor.torch_private import default_group, root_of
 
@@ -76,7 +68,7 @@ class ProcessMesh:
         cls, mesh: Any, dim_names: Sequence[str] | None = None, device_type: str | None = None
     ) -> ProcessMesh:
         array = _array(mesh.cpu() if isinstance(mesh, torch.Tensor) else mesh)
-        names = _names("ProcessMesh", dim_names, array.ndim)
+        names = axis_names("ProcessMesh", dim_names, array.ndim)
         check_device_type("ProcessMesh", device_type)
         ranks = tuple(int(r) for r in array.reshape(-1))
         size = world()[1]
@@ -191,7 +183,7 @@ class ProcessMesh:
             root, of_root = self.root, tuple(self.root_axes[a] for a in axes)
             if len(of_root) == root.ndim:  # the same on all ranks
                 return ProcessMesh(ranks, names, self.device_type)
-            names = _names("ProcessMesh", names, ranks.ndim)
+            names = axis_names("ProcessMesh", names, ranks.ndim)
             return _interned(ranks, names, self.device_type, root, of_root)
         if self.size < self.root.size:
             raise IndexError(
@@ -365,7 +357,7 @@ def _array(ranks: Any) -> np.ndarray[Any, Any]:
     return np.atleast_1d(array).astype(np.int64)
 
 
-def _names(who: str, names: Any, ndim: int) -> tuple[str, ...]:
+def axis_names(who: str, names: Any, ndim: int) -> tuple[str, ...]:
     """Returns the names of ``ndim`` axes, after checks."""
     if names is None:
         return tuple(f"d{i}" for i in range(ndim))
@@ -401,43 +393,3 @@ def _default_device_type() -> str:
     if default_group() is not None and "nccl" in backends() and torch.cuda.is_available():
         return "cuda"
     return "cpu"
-
-
-def init_mesh(
-    shape: Sequence[int], dim_names: Sequence[str] | None = None, *, device_type: str | None = None,
-    backend: str | None = None, timeout: float | None = None,
-) -> ProcessMesh:  # fmt: skip
-    """Returns a mesh of all ranks; starts the process group if there is none yet (torchrun's
-    environment, or a world of one).
-
-    ``timeout``: seconds that a collective waits for the other ranks (600). Raises ValueError if the
-    shape does not hold exactly the world, or if a process group exists with another backend or
-    timeout; RuntimeError if torchrun's environment is incomplete.
-
-    >>> dt.init_mesh((1, 1), ("dp", "tp"))
-    ProcessMesh(dp=1, tp=1)
-    """
-    shape = check_shape("init_mesh: shape", shape, 1)
-    _names("init_mesh", dim_names, max(1, len(shape)))
-    check_device_type("init_mesh", device_type)
-    check_type("init_mesh: backend", backend, (str, type(None)), "a name, as 'gloo',")
-    if timeout is not None:
-        check_positive("init_mesh: timeout", timeout, "a positive number of seconds")
-    join_world(device_type, backend, timeout)
-    failure_watch.watch()
-    size = world()[1]
-    places = math.prod(shape)
-    if places != size:
-        raise ValueError(
-            f"init_mesh({shape}): the mesh has {places} places, the "
-            f"world {size} processes; choose sizes whose product is {size}, or start that many "
-            "processes (torchrun --nproc-per-node N)"
-        )
-    return ProcessMesh(np.arange(size).reshape(shape), dim_names, device_type)
-
-
-def mesh_of_all(dim_name: str) -> ProcessMesh:
-    """Returns a mesh of all ranks with one axis; starts the process group if there is none yet."""
-    join_world()
-    failure_watch.watch()
-    return ProcessMesh(range(world()[1]), (dim_name,))

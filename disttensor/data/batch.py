@@ -12,7 +12,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from disttensor.checks import check_sequence
-from disttensor.comm import collectives, objects
+from disttensor.comm import objects
+from disttensor.comm.groups import world_group
 from disttensor.core.layout import Box, box_at, layout_of
 from disttensor.core.mesh import ProcessMesh, as_mesh
 from disttensor.core.placement import Partial, Placement, Replicate, Shard, as_placement
@@ -212,7 +213,7 @@ class Placed:
 def agree(number: int, indices: tuple[int, int], form: Any, error: Exception | None) -> Any:
     """Exchanges the facts of a batch between all ranks, and returns them. Raises an error on all
     ranks if they differ."""
-    group = collectives.world_group()
+    group = world_group()
     why = None if error is None else f"{type(error).__name__}: {error}"
     everyone = objects.gather_objects((why, indices, form), group)
     if error is not None:

@@ -16,12 +16,7 @@ from disttensor.comm.compare_programs import CallSignature, record_call
 from disttensor.comm.lone_failure import note_error
 from disttensor.dispatch import fallback, foreach
 from disttensor.dispatch.call_plan import Answer, CallPlan, Planned, PythonCall
-from disttensor.dispatch.key import (
-    depends_on_floats,
-    describe_call,
-    key_of,
-    meshes_in,
-)
+from disttensor.dispatch.key import depends_on_floats, describe_call, key_of, meshes_in
 from disttensor.dispatch.outputs import check_outputs
 from disttensor.dispatch.plan_call import plan_call
 from disttensor.dispatch.resolve import HANDLERS, OF_KEY, resolve

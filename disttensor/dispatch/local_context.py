@@ -11,6 +11,7 @@ from disttensor import observe
 from disttensor.autograd import activation_checkpoint, functional, halo_exchange
 from disttensor.autograd.grad_types import GradType, reshard_local
 from disttensor.comm import collectives
+from disttensor.comm.groups import Group
 from disttensor.comm.work import finished
 from disttensor.core.layout import Axes, Layout
 from disttensor.core.spec import DistSpec
@@ -34,7 +35,7 @@ class MeshCollectives:
     def __init__(self, mesh: Any) -> None:
         self.mesh = mesh
 
-    def _group(self, axes: Axes) -> collectives.Group | None:
+    def _group(self, axes: Axes) -> Group | None:
         busy = tuple(a for a in axes if self.mesh.shape[a] > 1)
         return self.mesh.group(busy) if busy else None
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from disttensor.comm import buffers, collectives
+from disttensor.comm.groups import Group
 from disttensor.comm.work import Work, finished
 from disttensor.fsdp.bucket import BucketLayout
 from disttensor.fsdp.param import FSDPParam
@@ -26,7 +27,7 @@ class AllGatherBuffer:
     few segments are gathered at once, so freed memory is kept for the next segment."""
 
     def __init__(
-        self, params: Sequence[FSDPParam], dtype: torch.dtype, group: collectives.Group | None, *,
+        self, params: Sequence[FSDPParam], dtype: torch.dtype, group: Group | None, *,
         is_brief: bool,
     ) -> None:  # fmt: skip
         self.params, self.group, self.is_brief = params, group, is_brief

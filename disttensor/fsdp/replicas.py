@@ -9,6 +9,7 @@ import torch
 
 from disttensor.checks import check_sequence, check_type, has_own_operators
 from disttensor.comm import collectives, objects
+from disttensor.comm.groups import Group, world_group
 from disttensor.core.layout import replicated
 from disttensor.core.mesh import ProcessMesh
 from disttensor.core.placement import Replicate
@@ -80,7 +81,7 @@ def broadcast_replicas(tensors: Iterable[DistTensor]) -> None:
                 _broadcast([x.local for x in part], mesh.group(axes))
 
 
-def _broadcast(locals_: list[torch.Tensor], group: collectives.Group) -> None:
+def _broadcast(locals_: list[torch.Tensor], group: Group) -> None:
     flat = torch.cat([t.detach().reshape(-1) for t in locals_])
     if not flat.numel():
         return
@@ -111,7 +112,7 @@ def check_replicas(module_or_tensors: torch.nn.Module | Iterable[Any]) -> None:
     for (mesh, axes), mine in groups.items():
         group = mesh.group(axes)
         found += _differences(objects.gather_objects(mine, group), group)
-    everywhere = objects.gather_objects(found, collectives.world_group())
+    everywhere = objects.gather_objects(found, world_group())
     lines = sorted({tuple(line) for ours in everywhere for line in ours})
     if lines:
         more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
@@ -136,9 +137,7 @@ def _named(source: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"tensors[{i}]", x) for i, x in enumerate(tensors))
 
 
-def _differences(
-    of_ranks: list[dict[str, tuple[str, str]]], group: collectives.Group
-) -> list[tuple[str, str]]:
+def _differences(of_ranks: list[dict[str, tuple[str, str]]], group: Group) -> list[tuple[str, str]]:
     """Returns (name, difference) for each tensor that differs between members of ``group``."""
     out = []
     for name in dict.fromkeys(name for mine in of_ranks for name in mine):

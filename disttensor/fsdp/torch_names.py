@@ -8,10 +8,12 @@ from typing import Any
 from torch import nn
 
 from disttensor.checks import check_type
-from disttensor.core.mesh import ProcessMesh, as_mesh, mesh_of_all
+from disttensor.core.init_mesh import mesh_of_all
+from disttensor.core.mesh import ProcessMesh, as_mesh
 from disttensor.core.placement import Shard
-from disttensor.fsdp.fully_shard import is_sharded, shard_data_parallel
+from disttensor.fsdp.fully_shard import shard_data_parallel
 from disttensor.fsdp.segment_policy import Segments
+from disttensor.fsdp.shard_arguments import is_sharded
 
 
 def fully_shard(

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from disttensor.api.create import shard_tensor
+from disttensor.api.shard import shard_tensor
 from disttensor.comm import objects
 from disttensor.comm.groups import world_group
 from disttensor.comm.process_group import world
@@ -21,7 +21,7 @@ from disttensor.nn import tensor_parallel_plans
 from disttensor.nn.shard_module import shard_module
 from disttensor.parallel.degrees import STAGE_AXES
 from disttensor.parallel.strategy import Strategy
-from disttensor.patches.state_dicts import known_everywhere
+from disttensor.patches.state_dicts import wrap_state_dict_fn
 from disttensor.pytree import find_tensors, replace_tensors, substitute
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.values import broadcast_value
@@ -188,7 +188,7 @@ def save_full_state(optimizer: torch.optim.Optimizer) -> None:
     ``load_state_dict`` take them. All ranks make these calls."""
 
     def saved(of: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-        whole = known_everywhere(lambda *_: lambda: dict(state_dict))(of, "state_dict")()
+        whole = wrap_state_dict_fn(lambda *_: lambda: dict(state_dict))(of, "state_dict")()
         return {**whole, "state": substitute(whole["state"], full_value)}
 
     def loaded(of: Any, state_dict: dict[str, Any]) -> dict[str, Any]:

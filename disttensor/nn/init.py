@@ -18,7 +18,7 @@ from disttensor.random import state
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 
 
-def on_the_whole(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_sparse(original: Callable[..., Any]) -> Callable[..., Any]:
     """Runs ``sparse_`` on a regular tensor of the global shape with the same seed on all ranks, and
     keeps this rank's piece, because torch draws the rows of zeros from its own generator. Peak
     memory is the full tensor."""
@@ -41,7 +41,7 @@ def on_the_whole(original: Callable[..., Any]) -> Callable[..., Any]:
     return sparse_
 
 
-def by_position(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_trunc_normal(original: Callable[..., Any]) -> Callable[..., Any]:
     """Runs ``_no_grad_trunc_normal_`` as one draw by position: torch samples again while a number
     is out of bounds, and a rank without a piece does not have the numbers."""
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from disttensor.api.create import shard_tensor
+from disttensor.api.shard import shard_tensor
 from disttensor.checks import check_callable, check_type, has_own_operators
 from disttensor.core.layout import layout_of, replicated
 from disttensor.core.mesh import ProcessMesh, as_mesh

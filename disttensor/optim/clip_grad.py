@@ -19,6 +19,8 @@ from torch import nn
 from disttensor.checks import argument_error, check_bool, check_number
 from disttensor.comm import collectives, objects
 from disttensor.comm.buffers import constants
+from disttensor.comm.groups import Group, world_group
+from disttensor.comm.process_group import world
 from disttensor.core.layout import Axes
 from disttensor.core.mesh import ProcessMesh
 from disttensor.optim.step_hooks import check_fresh
@@ -92,7 +94,7 @@ def by_mesh(params: Iterable[Tensor]) -> Shares:
 
 def all_ranks_in(meshes: Iterable[ProcessMesh]) -> bool:
     """Returns True if every rank of the world is in each mesh."""
-    size = collectives.world()[1]
+    size = world()[1]
     return all(mesh.root.size == size for mesh in meshes)
 
 
@@ -106,12 +108,12 @@ def splitting_axes(mesh: ProcessMesh, params: Iterable[Tensor]) -> Axes:
     return tuple(a for a in sorted(found) if mesh.shape[a] > 1)
 
 
-def group_of_norm(shares: Shares) -> collectives.Group | None:
+def group_of_norm(shares: Shares) -> Group | None:
     """Returns the group of ranks that must exchange numbers to compute the global ones; None: each
     rank has them already."""
     meshes = [mesh for mesh in shares if mesh is not None]
     if not all_ranks_in(meshes) or None in shares:
-        return collectives.world_group()
+        return world_group()
     split = {mesh: splitting_axes(mesh, shares[mesh]) for mesh in meshes}
     if not any(split.values()):
         return None
@@ -119,7 +121,7 @@ def group_of_norm(shares: Shares) -> collectives.Group | None:
     # Rows of a mesh in another order might add up in different orders.
     if len(meshes) == 1 and mesh.ranks == tuple(sorted(mesh.ranks)):
         return mesh.group(split[mesh])
-    return collectives.world_group()
+    return world_group()
 
 
 def is_first_holder(mesh: ProcessMesh, split: frozenset[int], among: Sequence[int]) -> bool:
@@ -128,7 +130,7 @@ def is_first_holder(mesh: ProcessMesh, split: frozenset[int], among: Sequence[in
     alike = [a for a in range(mesh.ndim) if a not in split]
     ranks = mesh.mesh
     holders = (int(ranks[c]) for c in mesh.members(alike, mesh.coordinate or ()))
-    return collectives.world()[0] == next(r for r in holders if r in among)
+    return world()[0] == next(r for r in holders if r in among)
 
 
 # The norm -----------------------------------------------------------------------------------------
@@ -171,28 +173,26 @@ def _check_alike(alike: bool, meshes: Sequence[ProcessMesh]) -> None:
     if not alike:
         raise RuntimeError(
             f"clip_grad_norm_: the ranks give parameters of different meshes; rank "
-            f"{collectives.world()[0]} gives parameters on {', '.join(map(repr, meshes))}. The "
+            f"{world()[0]} gives parameters on {', '.join(map(repr, meshes))}. The "
             "norm is unknown, because these may be the same parameters. Give all parameters on "
             "every rank, also of other stages; for parameters on a part of the ranks use a "
             'sub-mesh, as mesh["tp"], of the mesh of all ranks'
         )
 
 
-def _mine(
-    shares: Shares, group: collectives.Group | None
-) -> tuple[list[Tensor], list[int], list[float]]:
+def _mine(shares: Shares, group: Group | None) -> tuple[list[Tensor], list[int], list[float]]:
     """Returns the pieces that this rank contributes, and the numbers of their parameters; for each
     mesh (some rank has gradients, some rank has none)."""
     pieces: list[Tensor] = []
     number: list[int] = []
     flags: list[float] = []
-    among = (collectives.world()[0],) if group is None else group.ranks
+    among = (world()[0],) if group is None else group.ranks
     first = 0
     for mesh, share in shares.items():
         held: dict[int, Any] = {i: p.grad for i, p in enumerate(share, first) if p.grad is not None}
         first += len(share)
         # by the axes that split a piece
-        bring: dict[Any, bool] = {None: collectives.world()[0] == among[0]}
+        bring: dict[Any, bool] = {None: world()[0] == among[0]}
         for i, g in held.items():
             local, split = (g, None) if mesh is None else (g.local, g.spec.on_root().layout.sharded)
             if mesh is not None and split is not None and split not in bring:

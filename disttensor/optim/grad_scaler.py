@@ -15,6 +15,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 
 from disttensor.comm import collectives, objects
+from disttensor.comm.groups import world_group
 from disttensor.optim.clip_grad import by_mesh, group_of_norm
 from disttensor.optim.step_hooks import check_fresh
 from disttensor.tensor.dist_tensor import DistTensor
@@ -48,7 +49,7 @@ def shard_scaler(scaler: GradScaler) -> GradScaler:
             f"shard_scaler: a torch.amp.GradScaler is expected, not {type(scaler).__name__}"
         )
     mine = {"enabled": scaler.is_enabled(), **scaler.state_dict()}
-    everyone = objects.gather_objects(mine, collectives.world_group())
+    everyone = objects.gather_objects(mine, world_group())
     for rank, other in enumerate(everyone):
         if other != everyone[0]:
             raise ValueError(
@@ -63,7 +64,7 @@ def shard_scaler(scaler: GradScaler) -> GradScaler:
 Unscale = Callable[..., dict[torch.device, Tensor]]
 
 
-def deciding_together(original: Unscale) -> Unscale:
+def wrap_unscale_grads(original: Unscale) -> Unscale:
     """Replaces ``GradScaler._unscale_grads_``, by which all methods read gradients."""
 
     @wraps(original)
@@ -92,7 +93,7 @@ def deciding_together(original: Unscale) -> Unscale:
         except ValueError as error:  # other ranks may have nothing to refuse, and wait for this one
             refused = error
             found.fill_(1.0)
-        group = collectives.world_group() if whole else group_of_norm(by_mesh(params))
+        group = world_group() if whole else group_of_norm(by_mesh(params))
         if group is not None:
             found = collectives.all_reduce(found, "max", group)
         if refused is not None:

@@ -12,24 +12,24 @@ from torch import nn
 
 from disttensor import pipeline
 from disttensor.checks import check_bool, check_int, check_sequence, check_type
-from disttensor.comm import collectives
-from disttensor.comm.process_group import join_world
+from disttensor.comm import process_group
 from disttensor.comm.rendezvous import create_groups
-from disttensor.core.mesh import ProcessMesh, as_mesh, check_device_type, init_mesh
+from disttensor.core.init_mesh import init_mesh
+from disttensor.core.mesh import ProcessMesh, as_mesh, check_device_type
 from disttensor.core.placement import Placement, Replicate, Shard
-from disttensor.experts.expert_plan import expert_tensors
-from disttensor.fsdp.fully_shard import accumulate, shard_data_parallel
+from disttensor.fsdp.accumulation import accumulate
+from disttensor.fsdp.fully_shard import shard_data_parallel
 from disttensor.fsdp.mixed_precision import check_dtypes
 from disttensor.fsdp.segment_policy import SegmentPolicy, Segments, segments_of
-from disttensor.nn.names import close_to, covers
 from disttensor.nn.parameters import slots
 from disttensor.nn.shard_module import a_module, check_plan, shard_module
 from disttensor.optim.grad_scaler import shard_scaler
 from disttensor.parallel import degrees as _degrees
-from disttensor.parallel.degrees import AXES, STAGE_AXES, Degrees, GroupSpec
+from disttensor.parallel.degrees import AXES, Degrees, GroupSpec
 from disttensor.parallel.rebind_optimizer import Maker, Optimizer, check_optimizer, rebind
 from disttensor.parallel.rematerialize import modules_to_recompute, recompute
 from disttensor.parallel.sharding_configs import strategy_fields
+from disttensor.parallel.stage_plan import stage_plan
 from disttensor.pipeline.partition import assign_layers
 from disttensor.pipeline.partition import named_layers as layers_of
 from disttensor.pipeline.schedules import NAMES as SCHEDULES
@@ -159,7 +159,7 @@ class Strategy:
         if twice:
             raise ValueError(f"from_sharding_configs: {', '.join(twice)}: said by the configs")
         strategy = cls(**fields, **more)
-        if collectives.world()[1] > 1:
+        if process_group.world()[1] > 1:
             try:
                 strategy.degrees()
             except ValueError as error:
@@ -177,8 +177,8 @@ class Strategy:
         Degrees(pp=2, dp=4, sharding=1, cp=1, tp=4)
         """
         if world is None:
-            join_world(self.device_type)
-            world = collectives.world()[1]
+            process_group.join_world(self.device_type)
+            world = process_group.world()[1]
         given = {axis: getattr(self, axis) for axis in AXES}
         return _degrees.infer(given, world, "dp" if self.zero_stage is None else "sharding")
 
@@ -250,7 +250,7 @@ class Strategy:
         """
         a_module("Strategy.apply: model", model)
         check_plan("Strategy.apply", plan, init)
-        places, order = _on_stage(plan, model), self._order(visits)
+        places, order = stage_plan(plan, model), self._order(visits)
         check_optimizer(optimizer, model)
         waiting = [name for name, p in model.named_parameters() if p.grad is not None]
         if waiting:
@@ -382,35 +382,3 @@ def _names(field: str, value: Any) -> tuple[str, ...]:
     for name in names:
         check_type(f"Strategy: {field}: entry", name, str, "the name of a module")
     return names
-
-
-def _on_stage(plan: Any, model: nn.Module) -> Any:
-    """Returns the plan with placements by axis converted to lists."""
-    if not isinstance(plan, Mapping):
-        return plan
-    modules = {name for name, _ in model.named_modules()}
-    dense = {name for name, _ in model.named_parameters()} - expert_tensors(model).keys()
-    out = {}
-    for pattern, places in plan.items():
-        if isinstance(places, Mapping):
-            for axis in places:
-                if axis not in STAGE_AXES:
-                    close = close_to(axis, STAGE_AXES)
-                    why = f" (did you mean {close[0]!r}?)" if close else ""
-                    if axis == "pp":
-                        why = " (stages are made of whole layers)"
-                    raise ValueError(
-                        f"Strategy.apply: plan entry {pattern!r}: a stage has no axis {axis!r}; "
-                        f"its axes are {', '.join(STAGE_AXES)}{why}"
-                    )
-            places = [places.get(axis, Replicate()) for axis in STAGE_AXES]
-        if isinstance(places, Sequence) and len(places) == len(STAGE_AXES):
-            over = places[STAGE_AXES.index("sharding")]
-            if not isinstance(over, Replicate) and any(covers(pattern, x, modules) for x in dense):
-                raise ValueError(
-                    f"Strategy.apply: plan entry {pattern!r}: {over} over 'sharding': the strategy "
-                    "itself splits parameters over that axis, all but experts. Name the other axes "
-                    "only"
-                )
-        out[pattern] = places
-    return out

@@ -26,7 +26,7 @@ _OURS = frozenset({DistTensor, Awaited})
 _runners: Cache[Any, Callable[..., Any]] = Cache(256)
 
 
-def on_whole_locals(original: Any) -> Any:
+def wrap_apply(original: Any) -> Any:
     """Wraps ``Function.apply`` in the form of the class dict: a classmethod, in C since 2.14."""
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:

@@ -38,7 +38,7 @@ class _Node:
         return self.node.register_hook(local_hook)
 
 
-def for_dist_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_apply_on_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``BackwardHook._apply_on_tensors``; ranks without the gradients call no hook."""
 
     def apply(self: Any, fn: Callable[[Any], Any], args: Any) -> Any:

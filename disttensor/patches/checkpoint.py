@@ -35,7 +35,7 @@ def _saved(x: Any) -> tuple[Any, Callable[[Any], Any] | None]:
     return x.local, lambda local: wrap(local, spec)
 
 
-def for_dist_tensors(original: Generator) -> Generator:
+def wrap_generator(original: Generator) -> Generator:
     def generator(fn: Any, *given: Any, **options: Any) -> Iterator[None]:
         notes: list[Any] = []
         # the pairs come first since torch 2.14, and at the end before

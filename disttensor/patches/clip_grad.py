@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from disttensor.comm import collectives
+from disttensor.comm.process_group import world
 from disttensor.optim import clip_grad
 from disttensor.optim.step_hooks import check_fresh
 from disttensor.tensor.dist_tensor import DistTensor
@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 Function = Callable[..., Any]
 
 
-def over_all_meshes(original: Function) -> Function:
+def wrap_clip_grad_norm(original: Function) -> Function:
     """Wraps ``clip_grad_norm_``: parameters on other ranks have no gradient on this rank, and torch
     would compute the norm of this rank's gradients only."""
 
@@ -41,7 +41,7 @@ def over_all_meshes(original: Function) -> Function:
     return clip_grad_norm_
 
 
-def on_the_whole_world(original: Function) -> Function:
+def wrap_get_total_norm(original: Function) -> Function:
     """Wraps ``get_total_norm``: all ranks need the norm, also ranks outside the tensors' mesh."""
 
     @wraps(original)
@@ -51,7 +51,7 @@ def on_the_whole_world(original: Function) -> Function:
             if isinstance(t, DistTensor) and not clip_grad.all_ranks_in([t.spec.mesh]):
                 raise RuntimeError(
                     f"get_total_norm: a tensor on {t.spec.mesh!r}, which is not the whole world of "
-                    f"{collectives.world()[1]} ranks: the norm would be that of one mesh, and "
+                    f"{world()[1]} ranks: the norm would be that of one mesh, and "
                     "unknown elsewhere. Give the parameters to dt.clip_grad_norm_(params, "
                     "max_norm) or torch.nn.utils.clip_grad_norm_ (looked up after disttensor was "
                     "imported), which put all meshes together"
@@ -68,7 +68,7 @@ def _on_root(t: Any) -> Any:
     return resharded(t.detach(), t.spec.on_root())
 
 
-def where_gradients_are(original: Function) -> Function:
+def wrap_clip_grad_value(original: Function) -> Function:
     """Wraps ``clip_grad_value_``: torch raises an error if no parameter has a gradient, as on a
     rank whose parameters all lie on other ranks."""
 

@@ -22,7 +22,7 @@ from disttensor.tensor.tensor_meta import describe_tensors
 from disttensor.tensor.values import broadcast_value
 
 
-def iterating(original: Any) -> Any:
+def wrap_iterate_state_dict(original: Any) -> Any:
     """Wraps torch's iteration over a state dict, which calls this function for each value.
 
     If it gathers DTensors, a DistTensor becomes a full regular tensor, on every rank of the
@@ -34,13 +34,13 @@ def iterating(original: Any) -> Any:
             if plain.__name__ == "_identity_func" != dtensor.__name__:
                 x = broadcast_value(x)
             elif "_create_cpu_state_dict" in plain.__qualname__:
-                return staged(x, lambda local: plain(local, options["pg"], None, None))
+                return copy_local(x, lambda local: plain(local, options["pg"], None, None))
         return original(x, sharded, dtensor, plain, **options)
 
     return iterate
 
 
-def staged(x: DistTensor, copied: Any) -> DistTensor:
+def copy_local(x: DistTensor, copied: Any) -> DistTensor:
     """Returns x with ``copied`` of its local. A pending value is reduced first: the copy is written
     in another thread, which cannot communicate."""
     with torch.no_grad():
@@ -48,13 +48,13 @@ def staged(x: DistTensor, copied: Any) -> DistTensor:
         return wrap(copied(x.local) if x.is_initialized else x.local, x.spec)
 
 
-def staging(original: Any) -> Any:
+def wrap_offload_tensor(original: Any) -> Any:
     """Wraps torch's copy of one tensor to memory that it reuses."""
 
     def offload(self: Any, x: Any, memo: Any, non_blocking: bool = False) -> Any:
         if not isinstance(x, DistTensor):
             return original(self, x, memo, non_blocking)
-        memo[id(x)] = y = staged(
+        memo[id(x)] = y = copy_local(
             x, lambda t: self.deepcopy_with_tensor_offload(t, memo, non_blocking=non_blocking)
         )
         return y
@@ -62,7 +62,7 @@ def staging(original: Any) -> Any:
     return offload
 
 
-def broadcasting(original: Any) -> Any:
+def wrap_broadcast_tensors(original: Any) -> Any:
     """Wraps the broadcast of rank 0: writes each tensor to this rank's piece, and then frees it."""
 
     def broadcast(full: Any, local: Any, keys: Any, *args: Any, **kwargs: Any) -> None:
@@ -77,7 +77,7 @@ def broadcasting(original: Any) -> Any:
 # The state of an optimizer whose parameters lie on several meshes ---------------------------------
 
 
-def known_everywhere(original: Any) -> Any:
+def wrap_state_dict_fn(original: Any) -> Any:
     """Wraps ``state_dict`` and ``load_state_dict`` of an object, as torch's functions for
     distributed state dicts call them.
 

@@ -3,9 +3,7 @@ does not change."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,101 +22,30 @@ from disttensor.patches import (
     state_dicts,
     tracers,
 )
-from disttensor.patches.imports import once_imported
+from disttensor.patches.change import Change, append_to, join, replace, replace_in_module
+from disttensor.patches.imports import Undo, once_imported
 from disttensor.random import counter
 from disttensor.tensor.dist_tensor import DistTensor, rebuild
 from disttensor.torch_private import default_group, foreach_types, jit_tracers, transform_ends
 from disttensor.trace import module_guard
 
-Undo = Callable[[], None]
-
 _undo: dict[str, Undo] = {}
-_originals: dict[str, Any] = {}
 
 
-@dataclass(frozen=True)
-class Change:
-    """what: a name in torch; why: the problem without the change; public: the public API, and why
-    it is not enough; make: makes the change, and returns a function to undo it."""
-
-    what: str
-    why: str
-    public: str
-    make: Callable[[str], Undo]
-
-
-def replaced(new: Callable[[Any], Any], *places: tuple[Any, str]) -> Callable[[str], Undo]:
-    """Returns a change that puts ``new(original)`` at ``places``, which are names of one function.
-    Undoing it keeps replacements that other code has made since."""
-
-    def make(what: str) -> Undo:
-        owner, name = places[0]
-        before = _originals[what] = inspect.getattr_static(owner, name)
-        after = new(before)
-        for owner, name in places:
-            setattr(owner, name, after)
-
-        def undo() -> None:
-            for owner, name in places:
-                if inspect.getattr_static(owner, name) is after:
-                    setattr(owner, name, before)
-
-        return undo
-
-    return make
-
-
-def replaced_in(
-    module: str, new: Callable[[Any], Any], name: str, owner: str | None = None
-) -> Callable[[str], Undo]:
-    """Returns ``replaced`` for a module, or its class ``owner``, applied when it is imported."""
-
-    def make(what: str) -> Undo:
-        def change(found: Any) -> Undo:
-            return replaced(new, (getattr(found, owner) if owner else found, name))(what)
-
-        return once_imported(module, change)
-
-    return make
-
-
-def entered(table: list[Any], item: Any) -> Callable[[str], Undo]:
-    def make(what: str) -> Undo:
-        table.append(item)
-        return lambda: table.remove(item)
-
-    return make
-
-
-def together(*makes: Callable[[str], Undo]) -> Callable[[str], Undo]:
-    """Joins several changes to one."""
-
-    def make(what: str) -> Undo:
-        undos = [one(what) for one in makes]
-
-        def undo() -> None:
-            for one in reversed(undos):
-                one()
-
-        return undo
-
-    return make
-
-
-def tracing(name: str) -> Callable[[str], Undo]:
+def _record_tracer(name: str) -> Callable[[str], Undo]:
     """Returns a change that records when the tracer of this name runs."""
     owner, begin, end = transform_ends[name]
-    return together(
-        replaced(tracers.entering(name), (owner, begin)), replaced(tracers.leaving, (owner, end))
+    return join(
+        replace(tracers.wrap_begin(name), (owner, begin)), replace(tracers.wrap_end, (owner, end))
     )
 
 
-def _step_hook(what: str) -> Undo:
+def _add_step_hook(what: str) -> Undo:
     handle = register_optimizer_step_pre_hook(step_hooks.before_step)
     return handle.remove
 
 
-def _safe_to_load(what: str) -> Undo:
+def _allow_load(what: str) -> Undo:
     torch.serialization.add_safe_globals([rebuild])
 
     def undo() -> None:
@@ -129,7 +56,7 @@ def _safe_to_load(what: str) -> Undo:
     return undo
 
 
-def _contract_with_torch(what: str) -> Undo:
+def _register_backend(what: str) -> Undo:
     def change(dispatch: Any) -> Undo:
         dispatch._aliases["disttensor"] = "opt_einsum.backends.torch"
         return lambda: dispatch._aliases.pop("disttensor", None)
@@ -137,7 +64,7 @@ def _contract_with_torch(what: str) -> Undo:
     return once_imported("opt_einsum.backends.dispatch", change)
 
 
-def _tell_of_failures(what: str) -> Undo:
+def _report_failures(what: str) -> Undo:
     if default_group() is not None:
         failure_watch.watch()
     return failure_watch.unwatch
@@ -161,187 +88,203 @@ _checkpoint_generator = (
 TABLE = (
     Change(
         "torch.autograd.Function.apply",
-        "a custom function on a DistTensor loses the gradient without a word: the wrapper is in no "
-        "graph. It runs on whole locals instead",
-        "none: apply does not ask __torch_function__",
-        replaced(autograd_function.on_whole_locals, (torch.autograd.Function, "apply")),
+        "A custom function on a DistTensor would lose the gradient silently, because autograd's "
+        "graph does not contain the wrapper. It runs on full local tensors instead.",
+        "None: ``apply`` does not call __torch_function__.",
+        replace(autograd_function.wrap_apply, (torch.autograd.Function, "apply")),
     ),
     Change(
         "torch.nn.parallel.DistributedDataParallel",
-        "it takes the pieces of DistTensors for replicas. It raises instead",
-        "none: it reads parameters from C++",
-        replaced(refusals.data_parallel, (torch.nn.parallel.DistributedDataParallel, "__init__")),
+        "It would treat the pieces of DistTensors as replicas. It raises an error instead.",
+        "None: it reads parameters in C++.",
+        replace(refusals.data_parallel, (torch.nn.parallel.DistributedDataParallel, "__init__")),
     ),
     Change(
         "torch.distributed.fsdp.fully_shard",
-        "it cuts the pieces of DistTensors again. It raises instead",
-        "none: it asks for DTensor by name",
-        replaced_in(_FULLY_SHARD, refusals.fully_shard, "_validate_module"),
+        "It would split the pieces of DistTensors again. It raises an error instead.",
+        "None: it checks for the class DTensor.",
+        replace_in_module(_FULLY_SHARD, refusals.fully_shard, "_validate_module"),
     ),
     Change(
         "torch.distributed.fsdp.FullyShardedDataParallel",
-        "the same",
-        "the same",
-        replaced_in(_FSDP, refusals.data_parallel, "__init__", "FullyShardedDataParallel"),
+        "As for fully_shard.",
+        "As for fully_shard.",
+        replace_in_module(_FSDP, refusals.data_parallel, "__init__", "FullyShardedDataParallel"),
     ),
     Change(
         "torch.nn.attention.flex_attention",
-        "Dynamo's error for the C code of this package. It raises one that says what to do",
-        "none: it does not ask __torch_function__",
-        replaced_in(
+        "Dynamo would raise an error about the C code of this package. The error now says what to "
+        "do.",
+        "None: it does not call __torch_function__.",
+        replace_in_module(
             "torch.nn.attention.flex_attention", refusals.flex_attention, "_validate_sdpa_input"
         ),
     ),
     Change(
         "torch.cuda.jiterator",
-        "it computes this rank's piece, and returns a regular tensor. It raises instead",
-        "none: it goes to C++ unasked",
-        replaced_in("torch.cuda.jiterator", refusals.jiterator, "__call__", "_JittedFunction"),
+        "It would compute this rank's piece and return a regular tensor. It raises an error "
+        "instead.",
+        "None: it calls C++ without __torch_function__.",
+        replace_in_module(
+            "torch.cuda.jiterator", refusals.jiterator, "__call__", "_JittedFunction"
+        ),
     ),
     Change(
         "torch.nn.Module.register_full_backward_hook",
-        "the node whose hooks it calls is a custom function, which would lose the gradient",
-        "none: torch.utils.hooks.BackwardHook asks nobody",
-        replaced(
-            backward_hooks.for_dist_tensors,
+        "Its hooks belong to the node of a custom function, which would lose the gradient.",
+        "None: torch.utils.hooks.BackwardHook does not call __torch_function__.",
+        replace(
+            backward_hooks.wrap_apply_on_tensors,
             (torch.utils.hooks.BackwardHook, "_apply_on_tensors"),
         ),
     ),
     Change(
         "torch.nn.Module.register_backward_hook",
-        "its hooks would get gradients of this rank's pieces. It raises instead",
-        "none: the node of the result is taken unasked",
-        replaced(refusals.backward_hook, (torch.nn.Module, "_maybe_warn_non_full_backward_hook")),
+        "Its hooks would get gradients of this rank's pieces. It raises an error instead.",
+        "None: torch reads the node of the result without __torch_function__.",
+        replace(refusals.backward_hook, (torch.nn.Module, "_maybe_warn_non_full_backward_hook")),
     ),
     Change(
         "torch.utils.checkpoint.checkpoint",
-        "a region draws other random numbers when it is computed again, and its inputs are brought "
-        "back without their gradient",
-        "context_fn= of each call: see disttensor/patches/checkpoint.py",
-        replaced(checkpoint.for_dist_tensors, (torch_checkpoint, _checkpoint_generator)),
+        "A recomputed region would draw other random numbers than its forward, and its restored "
+        "inputs would not require grad.",
+        "``context_fn=`` of each call, see disttensor/patches/checkpoint.py.",
+        replace(checkpoint.wrap_generator, (torch_checkpoint, _checkpoint_generator)),
     ),
     Change(
         "torch.optim.Optimizer.step",
-        "gradients that are still a sum of contributions would be reduced one by one, and "
-        "parameters that the model no longer has would be changed in place of its own",
-        "this is one: register_optimizer_step_pre_hook",
-        _step_hook,
+        "Pending gradients would be reduced one by one, and an optimizer could update parameters "
+        "that the model has since replaced.",
+        "The change uses it: register_optimizer_step_pre_hook.",
+        _add_step_hook,
     ),
     Change(
         "torch.nn.utils.clip_grad_norm_",
-        "the norm would be that of the parameters which have a gradient on this rank",
-        "none: of other ranks' parameters torch calls nothing here",
-        replaced(
-            clip_grad.over_all_meshes,
+        "The norm would contain only the parameters that have a gradient on this rank.",
+        "None: torch calls no function for the parameters of other ranks.",
+        replace(
+            clip_grad.wrap_clip_grad_norm,
             (torch.nn.utils, "clip_grad_norm_"),
             (_clip, "clip_grad_norm_"),
         ),
     ),
     Change(
         "torch.nn.utils.get_total_norm",
-        "the norm of one mesh would be taken for that of the world",
-        "none: the functions in it, which are asked, do not know what the norm is for",
-        replaced(
-            clip_grad.on_the_whole_world,
+        "The norm of the gradients of one mesh would count as the norm of all gradients.",
+        "None: the functions called inside it cannot know that the norm is for clipping.",
+        replace(
+            clip_grad.wrap_get_total_norm,
             (torch.nn.utils, "get_total_norm"),
             (_clip, "_get_total_norm"),
         ),
     ),
     Change(
         "torch.nn.utils.clip_grad_value_",
-        "it raises on a rank whose parameters all lie elsewhere",
-        "none: without a gradient torch calls nothing that is asked",
-        replaced(
-            clip_grad.where_gradients_are,
+        "It raises an error on a rank whose parameters all lie on other ranks.",
+        "None: without a gradient torch calls no function that can be overridden.",
+        replace(
+            clip_grad.wrap_clip_grad_value,
             (torch.nn.utils, "clip_grad_value_"),
             (_clip, "clip_grad_value_"),
         ),
     ),
     Change(
         "torch.amp.GradScaler.unscale_",
-        "ranks would decide on their own whether a step is skipped",
-        "a subclass of GradScaler, which a script has to name",
-        replaced(grad_scaler.deciding_together, (torch.amp.GradScaler, "_unscale_grads_")),
+        "Each rank would decide alone whether a step is skipped.",
+        "A subclass of GradScaler, which every script would have to use.",
+        replace(grad_scaler.wrap_unscale_grads, (torch.amp.GradScaler, "_unscale_grads_")),
     ),
     Change(
         "torch.nn.init.trunc_normal_",
-        "it samples again while a number is out of bounds, and ranks without a piece see none",
-        "torch.overrides, which five functions of nn.init ask; this is not one of them",
-        replaced(init.by_position, (torch.nn.init, "_no_grad_trunc_normal_")),
+        "It samples again while a number is out of bounds; a rank with an empty piece has no "
+        "numbers to check.",
+        "None: unlike five other functions of torch.nn.init, it does not call __torch_function__.",
+        replace(init.wrap_trunc_normal, (torch.nn.init, "_no_grad_trunc_normal_")),
     ),
     Change(
         "torch.nn.init.sparse_",
-        "it draws the rows of zeros from torch's own generator, which differs between ranks",
-        "torch.overrides: it does not ask",
-        replaced(init.on_the_whole, (torch.nn.init, "sparse_")),
+        "It draws the rows of zeros from torch's own generator, which differs between ranks.",
+        "None: it does not call __torch_function__.",
+        replace(init.wrap_sparse, (torch.nn.init, "sparse_")),
     ),
     Change(
         "torch.manual_seed, torch.get_rng_state, torch.set_rng_state",
-        "the random numbers of DistTensors would go on after a seed, fork_rng or a state that is "
-        "brought back",
-        "none: a torch.Generator has no place for a count of ours",
-        together(
-            replaced(counter.seeding, (torch, "manual_seed"), (torch.random, "manual_seed")),
-            replaced(counter.reading, (torch, "get_rng_state"), (torch.random, "get_rng_state")),
-            replaced(counter.restoring, (torch, "set_rng_state"), (torch.random, "set_rng_state")),
+        "The count of random calls would not be reset by a seed, nor saved and restored with the "
+        "state.",
+        "None: a torch.Generator cannot hold the count.",
+        join(
+            replace(
+                counter.wrap_manual_seed, (torch, "manual_seed"), (torch.random, "manual_seed")
+            ),
+            replace(
+                counter.wrap_get_rng_state,
+                (torch, "get_rng_state"),
+                (torch.random, "get_rng_state"),
+            ),
+            replace(
+                counter.wrap_set_rng_state,
+                (torch, "set_rng_state"),
+                (torch.random, "set_rng_state"),
+            ),
         ),
     ),
     Change(
         "torch.optim: functions on lists",
-        "optimizers on a GPU would go through the parameters one by one",
-        "foreach=True for each optimizer; DTensor enters itself here too",
-        entered(foreach_types[0], DistTensor),
+        "Optimizers on a GPU would update the parameters one by one.",
+        "``foreach=True`` for each optimizer. DTensor is in the same list.",
+        append_to(foreach_types[0], DistTensor),
     ),
     Change(
         "torch.nn.utils: functions on lists",
-        "clipping would go through the gradients one by one, a message for each",
-        "foreach=True for each call; DTensor enters itself here too",
-        entered(foreach_types[1], DistTensor),
+        "Clipping would process the gradients one by one, with a message for each.",
+        "``foreach=True`` for each call. DTensor is in the same list.",
+        append_to(foreach_types[1], DistTensor),
     ),
     Change(
         "torch.load(weights_only=True)",
-        "it refuses a DistTensor",
-        "this is one: torch.serialization.add_safe_globals",
-        _safe_to_load,
+        "It refuses to load a DistTensor.",
+        "The change uses it: torch.serialization.add_safe_globals.",
+        _allow_load,
     ),
     Change(
         "torch.distributed.checkpoint: full_state_dict",
-        "values come back in pieces, and copies are made of the stand-ins of whole tensors",
-        "none: torch's walk over a state dict knows DTensor by its name",
-        replaced_in(_STATE_DICTS, state_dicts.iterating, "_iterate_state_dict"),
+        "It would return pieces instead of full values, and copy full tensors of metadata.",
+        "None: torch's iteration over a state dict checks for the class DTensor.",
+        replace_in_module(_STATE_DICTS, state_dicts.wrap_iterate_state_dict, "_iterate_state_dict"),
     ),
     Change(
         "torch.distributed.checkpoint: broadcast_from_rank0",
-        "every rank would hold the whole model until it is loaded",
-        "none: the same",
-        replaced_in(_STATE_DICTS, state_dicts.broadcasting, "_broadcast_tensors"),
+        "Every rank would hold the full model until it is loaded.",
+        "None, as for full_state_dict.",
+        replace_in_module(_STATE_DICTS, state_dicts.wrap_broadcast_tensors, "_broadcast_tensors"),
     ),
     Change(
         "torch.distributed.checkpoint: async_save",
-        "it asks for the memory of one process, and refuses",
-        "a stager, which each call of async_save has to be given",
-        replaced_in(
+        "It would read the memory of a DistTensor, which raises an error.",
+        "A stager, which would have to be passed to each call of async_save.",
+        replace_in_module(
             "torch.distributed.checkpoint._state_dict_stager",
-            state_dicts.staging,
+            state_dicts.wrap_offload_tensor,
             "_offload_tensor",
             owner="StateDictStager",
         ),
     ),
     Change(
         "torch.distributed.checkpoint: optimizers of several stages",
-        "a rank has no state, and no names, for the parameters of other stages",
-        "none: hooks of state_dict are set for each optimizer",
-        replaced_in(
+        "A rank has no state and no names for the parameters of other stages.",
+        "None: hooks of state_dict belong to one optimizer.",
+        replace_in_module(
             "torch.distributed.checkpoint.state_dict",
-            state_dicts.known_everywhere,
+            state_dicts.wrap_state_dict_fn,
             "_state_dict_fn",
         ),
     ),
     Change(
         "transformers: save_pretrained",
-        "rank 0 changes the folder, and may wait for the others, before its memory is refused",
-        "none: it asks nobody before it writes",
-        replaced_in(
+        "Rank 0 would change the folder, and might wait for other ranks, before reading the "
+        "memory of a DistTensor raises an error.",
+        "None: it calls no function that can be overridden before it writes.",
+        replace_in_module(
             "transformers.modeling_utils",
             refusals.save_pretrained,
             "save_pretrained",
@@ -350,54 +293,57 @@ TABLE = (
     ),
     Change(
         "opt_einsum.contract",
-        "it finds the backend by the module of the array's class, and takes a DistTensor for a "
-        "NumPy array: the result is one, without a graph",
-        "contract(..., backend='torch') of each call",
-        _contract_with_torch,
+        "It finds the backend by the module of the array's class, and would treat a DistTensor as "
+        "a NumPy array. The result would be a NumPy array without a graph.",
+        "``contract(..., backend='torch')`` in each call.",
+        _register_backend,
     ),
     Change(
         "torch.nn.Module: attributes and hooks",
-        "a module on another stage, whose forward is replayed, would not see that it was changed. "
-        "From the first such module on",
-        "none: nn.Module tells nobody of an assignment",
+        "A change of a module would not be noticed if the module lies on another stage and its "
+        "forward is skipped. Installed with the first such module.",
+        "None: nn.Module has no hook for assignments.",
         _guard_modules,
     ),
     Change(
         "torch.func, torch.autograd.forward_ad",
-        "transforms would follow the local of a captured DistTensor, and tangents are not "
-        "communicated. The whole is gathered, or it raises",
-        "none: they do not ask __torch_function__",
-        together(*[tracing(what) for what in transform_ends if what != "make_fx"]),
+        "A transform would trace the local of a captured DistTensor, and tangents would not be "
+        "communicated. The full tensor is gathered, or an error is raised.",
+        "None: transforms do not call __torch_function__.",
+        join(*[_record_tracer(what) for what in transform_ends if what != "make_fx"]),
     ),
     Change(
         "make_fx, torch.jit.trace",
-        "what they trace takes the locals of DistTensors for constants. It raises instead",
-        "none: they do not ask __torch_function__",
-        together(
-            tracing("make_fx"),
-            *[replaced(tracers.within("torch.jit.trace"), place) for place in jit_tracers],
+        "The traced program would contain the locals of DistTensors as constants. It raises an "
+        "error instead.",
+        "None: tracers do not call __torch_function__.",
+        join(
+            _record_tracer("make_fx"),
+            *[replace(tracers.wrap_tracer("torch.jit.trace"), place) for place in jit_tracers],
         ),
     ),
     Change(
         "torch.compile",
-        "Dynamo compiles our frames and takes one closure for another: wrong numbers; and it warns "
-        "that it cannot trace our C code, where it shall not",
-        "torch.compiler.disable, which costs each call",
-        together(
-            tracers.run_by_python,
-            replaced_in("torch._dynamo.utils", tracers.silent_on_ours, "warn_once"),
+        "Dynamo would trace frames of this package and confuse closures that have the same code, "
+        "with wrong results. It would also warn about the C code.",
+        "torch.compiler.disable, which makes each call slower.",
+        join(
+            tracers.skip_our_frames,
+            replace_in_module("torch._dynamo.utils", tracers.wrap_warn_once, "warn_once"),
         ),
     ),
     Change(
         "sys.excepthook",
-        "a rank that waits for one that failed cannot say why. From the first collective on",
-        "torch.distributed.elastic's record, which a script has to name",
-        _tell_of_failures,
+        "A rank that waits for a failed rank could not say why it failed. Installed before the "
+        "first collective.",
+        "The error file of torch.distributed.elastic, which every script would have to enable.",
+        _report_failures,
     ),
     Change(
         "torch.distributed.new_group",
-        "the members of a group would wait for each other under different names. While one is made",
-        "none: new_group takes no name",
+        "Members would wait for each other under different names of the group. Changed only while "
+        "a group is made.",
+        "None: new_group has no argument for the name.",
         lambda what: lambda: None,
     ),
 )
@@ -427,8 +373,3 @@ def uninstall(*names: str) -> None:
         undo = _undo.pop(change.what, None)
         if undo is not None:
             undo()
-
-
-def original(name: str) -> Any:
-    """Returns the object of torch that a change replaced."""
-    return _originals[name]

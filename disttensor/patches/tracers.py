@@ -71,7 +71,7 @@ def _answer(func: Function, args: Any, kwargs: Any) -> Any:
     return func(*call[0], **call[1])
 
 
-def entering(name: str) -> Function:
+def wrap_begin(name: str) -> Function:
     """Wraps a function with which this tracer begins."""
 
     def around(original: Function) -> Function:
@@ -85,7 +85,7 @@ def entering(name: str) -> Function:
     return around
 
 
-def leaving(original: Function) -> Function:
+def wrap_end(original: Function) -> Function:
     """Wraps the function with which a tracer ends."""
 
     def leave(*args: Any, **kwargs: Any) -> Any:
@@ -95,7 +95,7 @@ def leaving(original: Function) -> Function:
     return leave
 
 
-def within(name: str) -> Function:
+def wrap_tracer(name: str) -> Function:
     """Wraps a function that is this tracer."""
 
     def around(original: Function) -> Function:
@@ -111,7 +111,7 @@ def within(name: str) -> Function:
     return around
 
 
-def silent_on_ours(original: Function) -> Function:
+def wrap_warn_once(original: Function) -> Function:
     """Wraps Dynamo's warnings, each of which is given once."""
 
     def warn_once(msg: str, *args: Any, **kwargs: Any) -> Any:
@@ -122,7 +122,7 @@ def silent_on_ours(original: Function) -> Function:
     return warn_once
 
 
-def run_by_python(what: str) -> Undo:
+def skip_our_frames(what: str) -> Undo:
     """Makes Dynamo run the frames of our packages in Python, and break its graphs there. It would
     confuse two closures that have the same code. It still traces wrappers of torch's functions,
     for regular tensors."""

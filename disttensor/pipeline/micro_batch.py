@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from disttensor.comm import collectives, p2p
+from disttensor.comm import p2p
+from disttensor.comm.process_group import world
 from disttensor.core.mesh import ProcessMesh
 from disttensor.observe import observers_of_thread
 from disttensor.pipeline.action import Action
@@ -136,7 +137,7 @@ class MicroBatch:
         return value
 
     def _note(self, kind: str, chunk: int, start: float) -> None:
-        end, rank, stage = time.perf_counter(), collectives.world()[0], self.graph.rank_stage()
+        end, rank, stage = time.perf_counter(), world()[0], self.graph.rank_stage()
         event = Event(rank, stage, kind, self.number, chunk, start, end, self.shape)
         for o in self.observers:
             o.end_action(event)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from disttensor.comm import collectives, objects
+from disttensor.comm import objects
+from disttensor.comm.groups import world_group
 from disttensor.observe import Observer
 from disttensor.pipeline.timeline import Event, Timeline
 
@@ -25,7 +26,7 @@ class Recorder(Observer):
 
     def timeline(self) -> Timeline:
         """Returns the timeline of all ranks, which all make this call. Uses one machine's clock."""
-        everyone = objects.gather_objects(self.events, collectives.world_group())
+        everyone = objects.gather_objects(self.events, world_group())
         return Timeline([event for events in everyone for event in events])
 
 

@@ -15,7 +15,8 @@ import torch
 from disttensor import callbacks
 from disttensor.autograd.accumulation import BackwardContext, backward_context
 from disttensor.checks import check_callable, check_sequence
-from disttensor.comm import collectives, lone_failure, p2p
+from disttensor.comm import lone_failure, p2p
+from disttensor.comm.process_group import world
 from disttensor.core.mesh import ProcessMesh, as_mesh
 from disttensor.observe import observers_of_thread
 from disttensor.pipeline.action import Action
@@ -101,7 +102,7 @@ def _carry_out(
     running: list[MicroBatch], schedule: Any, order: Any, chunks: int,
     way: Sequence[ProcessMesh] | None, *, may_return: bool,
 ) -> None:  # fmt: skip
-    rank = collectives.world()[0]
+    rank = world()[0]
 
     def stage_in(meshes: Any) -> int:
         return next((s for s, mesh in enumerate(meshes) if rank in mesh.ranks), 0)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from disttensor import callbacks
-from disttensor.api.create import reshard
+from disttensor.api.shard import reshard
 from disttensor.core.mesh import ProcessMesh
 from disttensor.core.placement import Partial, Placement, Replicate
 from disttensor.nn.parameters import slots

@@ -82,7 +82,7 @@ def count() -> tuple[int, int]:
 # Changes to torch (``disttensor.patches``) --------------------------------------------------------
 
 
-def seeding(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_manual_seed(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def manual_seed(seed: Any) -> Any:
         generator = original(seed)
@@ -92,7 +92,7 @@ def seeding(original: Callable[..., Any]) -> Callable[..., Any]:
     return manual_seed
 
 
-def reading(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_get_rng_state(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def get_rng_state() -> Any:
         values = get_state()
@@ -103,7 +103,7 @@ def reading(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_rng_state
 
 
-def restoring(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_set_rng_state(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps set_rng_state. States of ``Generator.get_state`` have no count: a hash is the seed."""
 
     @wraps(original)

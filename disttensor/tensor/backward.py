@@ -19,7 +19,7 @@ from disttensor.autograd.starts import mark_start
 from disttensor.autograd.tie import TieOutputs
 from disttensor.cache import cached
 from disttensor.comm import compare_programs, lone_failure
-from disttensor.comm.collectives import world
+from disttensor.comm.process_group import world
 from disttensor.core.layout import Axes
 from disttensor.core.spec import DistSpec
 from disttensor.tensor.base import MeshTensor

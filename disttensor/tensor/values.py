@@ -13,7 +13,8 @@ import torch
 from disttensor.autograd.grad_types import GradType, gradient_type, scale_average_grad
 from disttensor.autograd.starts import mark_start
 from disttensor.checks import check_bool, check_sequence
-from disttensor.comm import collectives, objects
+from disttensor.comm import objects
+from disttensor.comm.process_group import world
 from disttensor.core.layout import Axes, layout_of
 from disttensor.core.spec import DistSpec
 from disttensor.errors import user_line
@@ -71,7 +72,7 @@ def _value(x: MeshTensor) -> Tensor:
         return full_tensor(x, everywhere=True)
     if not x.is_initialized:
         raise RuntimeError(
-            f"the value of {x.spec!r} is read at {user_line()} on rank {collectives.world()[0]}, "
+            f"the value of {x.spec!r} is read at {user_line()} on rank {world()[0]}, "
             f"which is not in its {x.spec.mesh!r} and holds metadata only. On every rank: "
             "dt.broadcast_value(x), or with dt.values_everywhere(): around the code that reads it"
         )
@@ -207,7 +208,7 @@ class Values(MeshTensor):
         grad = ", requires_grad" if self.local.requires_grad else ""
         piece = "this rank is outside: no data"
         if self.is_initialized:
-            piece = f"rank {collectives.world()[0]}: {self.local.detach()!r}"
+            piece = f"rank {world()[0]}: {self.local.detach()!r}"
         return f"{kind}({self.spec!r} on {self.spec.mesh!r}{grad}; {piece})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

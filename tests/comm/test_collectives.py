@@ -12,6 +12,7 @@ from disttensor import errors
 from disttensor.comm import collectives, compare_programs, groups, objects
 from disttensor.comm.log import record_comms
 from disttensor.core.mesh import ProcessMesh
+from disttensor.errors import CommError
 from disttensor.torch_private import default_store
 from tests.support import pool
 from tests.support.pool import on_ranks, run_on_ranks
@@ -122,9 +123,9 @@ def test_complex_sums_and_lazy_signs():
     assert collectives.reduce_scatter(z, "sum", group).item() == (
         2 + 4j if group.index == 0 else 6j
     )
-    with pytest.raises(collectives.CommError, match="complex numbers with 'max'"):
+    with pytest.raises(CommError, match="complex numbers with 'max'"):
         collectives.all_reduce(z, "max", group)
-    with pytest.raises(collectives.CommError, match=r"average of torch\.int64"):
+    with pytest.raises(CommError, match=r"average of torch\.int64"):
         collectives.all_reduce(torch.ones(2, dtype=torch.int64), "avg", group)
 
 
@@ -332,7 +333,7 @@ def test_what_cannot_be_sent_as_it_is_is_refused():
             "not 1 times",
         ),
     ]:
-        with pytest.raises(collectives.CommError, match=words):
+        with pytest.raises(CommError, match=words):
             call()
 
 
@@ -408,12 +409,12 @@ def lose_a_rank(background):
     if group.index == 1:
         return "away"
     groups.set_timeout(timedelta(seconds=1), group.pg)
-    with pytest.raises(collectives.CommError) as caught:
+    with pytest.raises(CommError) as caught:
         if background:
             pending = collectives.all_reduce(
                 torch.ones(1), "sum", group, inplace=True, async_op=True
             )
-            with pytest.raises(collectives.CommError):
+            with pytest.raises(CommError):
                 pending.wait()
             assert pending.done()
             pending.wait()  # what failed once is no result the second time

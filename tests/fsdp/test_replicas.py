@@ -15,6 +15,7 @@ from disttensor.comm import collectives, rendezvous
 from disttensor.comm.log import record_comms
 from disttensor.comm.rendezvous import create_groups
 from disttensor.core.mesh import ProcessMesh
+from disttensor.errors import CommError
 from disttensor.fsdp import replicas
 from disttensor.fsdp.replicas import broadcast_replicas, check_replicas
 from tests.support import pool
@@ -196,7 +197,7 @@ def test_groups_made_up_front_are_found_later(ranks):
 def stay_away():
     if dist.get_rank() == 2:
         return ""
-    with pytest.raises(collectives.CommError) as caught:
+    with pytest.raises(CommError) as caught:
         create_groups(groups_of(GRIDS[0], "away"), timeout=1)
     return str(caught.value)
 
@@ -205,7 +206,7 @@ def come_late():
     """Rank 2 comes when the others have given up: an error there too, no wait."""
     if dist.get_rank() == 2:
         time.sleep(3)
-    with pytest.raises(collectives.CommError) as caught:
+    with pytest.raises(CommError) as caught:
         create_groups(groups_of(GRIDS[0], "late"), timeout=1 if dist.get_rank() != 2 else 1000)
     return str(caught.value)
 
@@ -214,7 +215,7 @@ def want_another():
     wanted = groups_of(GRIDS[0], "another")
     if dist.get_rank() == 1:
         wanted[0] = ((0, 1), ("cp",), "another")
-    with pytest.raises(collectives.CommError) as caught:
+    with pytest.raises(CommError) as caught:
         create_groups(wanted, timeout=20)
     return str(caught.value)
 
@@ -226,11 +227,11 @@ def fail_half_way():
 
         def once(members, axes, purpose="", timeout=None):
             if members == (2, 3):
-                raise collectives.CommError("no memory")
+                raise CommError("no memory")
             return made(members, axes, purpose, timeout)
 
         rendezvous.process_group = once
-    with pytest.raises(collectives.CommError) as caught:
+    with pytest.raises(CommError) as caught:
         create_groups(groups_of(GRIDS[0], "half way"), timeout=3)
     return str(caught.value)
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import disttensor as dt
 from disttensor import Partial, ProcessMesh, Replicate, Shard
 from disttensor.comm import collectives, p2p
+from disttensor.comm.groups import world_group
 from tests.support.oracle import line, place, randn
 from tests.support.pool import on_ranks
 
@@ -37,7 +38,7 @@ def alike(call, x):
 @pytest.mark.parametrize("async_op", [False, True])
 @on_ranks(2)
 def test_collectives(dtype, async_op):
-    group, me = collectives.world_group(), dist.get_rank()
+    group, me = world_group(), dist.get_rank()
 
     def end(work):
         return work.wait() if async_op else work

@@ -18,6 +18,7 @@ import disttensor as dt
 from disttensor import Partial, Replicate, Shard
 from disttensor.api.create import from_fn
 from disttensor.comm import collectives
+from disttensor.comm.process_group import world
 from disttensor.core.placement import Placement
 from ops.random.sampling import quantile
 from tests.support.layouts import everywhere, grid
@@ -56,7 +57,7 @@ def drawn(
     dt.manual_seed(seed)
     out = {}
     for name in names:
-        torch.rand(collectives.world()[0])  # ranks differ here, and it must not matter
+        torch.rand(world()[0])  # ranks differ here, and it must not matter
         torch.get_rng_state()
         before = torch.default_generator.get_state()
         x = from_fn(torch.full, mesh, placements, (5, 6), 0.3)
@@ -387,7 +388,7 @@ def by_rows(module: nn.Module) -> dict[str, Placements]:
 
 
 def born_on_meta(split: bool) -> dict[str, Tensor]:
-    torch.manual_seed(collectives.world()[0])
+    torch.manual_seed(world()[0])
     dt.manual_seed(11)
     with torch.device("meta"):
         model = zoo()

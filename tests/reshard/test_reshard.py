@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import reshard
-from disttensor.comm import collectives, objects
+from disttensor.comm import objects
 from disttensor.comm.log import record_comms
+from disttensor.comm.process_group import world
 from disttensor.core.mesh import ProcessMesh
 from disttensor.core.placement import Placement
 from tests.support.pool import on_ranks
@@ -105,7 +106,7 @@ def test_all_dtypes():
 
 @on_ranks(4)
 def test_complex_sums():
-    mesh, i = ProcessMesh(range(4), ("dp",)), collectives.world()[0]
+    mesh, i = ProcessMesh(range(4), ("dp",)), world()[0]
     x = torch.complex(torch.full((6, 2), 1.0 + i), torch.full((6, 2), 2.0)).conj()
     for op, want in [("sum", 10 - 8j), ("avg", 2.5 - 2j)]:
         src = spec(mesh, [P(op)], (6, 2), torch.complex64)

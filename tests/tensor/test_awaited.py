@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import disttensor as dt
 from disttensor import DistTensor, Partial, Replicate, Shard, runtime
 from disttensor.comm import collectives, groups
+from disttensor.errors import CommError
 from disttensor.tensor.awaited import Awaited, PendingLocal
 from tests.support import pool
 from tests.support.blocking import Blocking
@@ -469,7 +470,7 @@ def lose_a_rank():
     groups.set_timeout(timedelta(seconds=1), mesh.group((0,)).pg)
     y = dt.reshard(x, mesh, [R])
     for read in (lambda: y + 1, y.to_local, lambda: y.local):
-        with pytest.raises(collectives.CommError) as caught:
+        with pytest.raises(CommError) as caught:
             read()
     return str(caught.value)
 

@@ -1,0 +1,106 @@
+"""One collective of torch.distributed: recorded, compared, waited for, and its errors explained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from disttensor.comm import compare_programs, failure_watch, log, lone_failure
+from disttensor.comm.groups import Group
+from disttensor.comm.work import Work
+from disttensor.errors import CommError
+from disttensor.observe import observers
+
+Tensor = torch.Tensor
+T = TypeVar("T")
+
+_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX,
+        "min": dist.ReduceOp.MIN, "prod": dist.ReduceOp.PRODUCT, "any": dist.ReduceOp.MAX,
+        "all": dist.ReduceOp.MIN}  # fmt: skip
+
+
+@cache
+def call_options(kind: str, async_op: bool, op: str = "") -> Any:
+    """Returns the options argument of a process group's method. The methods are called directly,
+    because torch.distributed's functions take a third of the time of a small collective."""
+    options = getattr(c10d, kind)()
+    options.asyncOp = async_op  # on NCCL: on a separate stream
+    if op:
+        options.reduceOp = _OPS[op]
+    return options
+
+
+def _announce(
+    kind: str, group: Group, sent: Tensor, share: float, op: str, background: bool
+) -> log.CommRecord | None:
+    """Records that ``share`` of the bytes is sent, and compares ranks in debug mode."""
+    entry = None
+    if observers:
+        nbytes = round(share * sent.nbytes)
+        entry = log.record(kind, group.axes, nbytes, sent.shape, sent.dtype, background)
+    if compare_programs.enabled:
+        shape = "pieces" if kind == "all_to_all" else tuple(sent.shape)  # piece sizes may differ
+        compare_programs.compare_collective(group, f"{kind}({op}) of {shape} {sent.dtype}")
+    return entry
+
+
+def call_error(kind: str, group: Group, error: RuntimeError) -> CommError:
+    return failure_watch.comm_error(
+        f"{kind} over mesh axes {'+'.join(group.axes)} (ranks {list(group.ranks)}) failed on rank "
+        f"{group.ranks[group.index]}: a rank of the group is gone, or called something else.", error
+    )  # fmt: skip
+
+
+def run(
+    kind: str, group: Group, sent: Tensor, share: float, fn: Any, args: tuple[Any, ...],
+    finish: Callable[[], T], op: str = "",
+) -> T:  # fmt: skip
+    """Records a collective, runs it to its end, and returns the result of ``finish``."""
+    if observers or compare_programs.enabled:
+        _announce(kind, group, sent, share, op, False)
+    try:
+        work = fn(*args)
+        if work is not None:
+            wait(work, group, sent)
+    except RuntimeError as error:
+        raise call_error(kind, group, error) from error
+    return finish()
+
+
+def wait(work: Any, group: Group, sent: Tensor) -> None:
+    if sent.is_cpu:
+        lone_failure.wait(work, group.ranks)
+    else:  # on NCCL a wait with a time limit blocks the program
+        work.wait()
+
+
+def start(
+    kind: str, group: Group, sent: Tensor, share: float, fn: Any, args: tuple[Any, ...],
+    finish: Callable[[], T], op: str = "", into: T | None = None,
+) -> Work[T]:  # fmt: skip
+    """Starts a collective, and returns its Work. ``into``: the result of ``finish``, if known."""
+    entry = None
+    if observers or compare_programs.enabled:
+        entry = _announce(kind, group, sent, share, op, True)
+    try:
+        work = fn(*args)
+    except RuntimeError as error:
+        raise call_error(kind, group, error) from error
+
+    def end(kept: Any = args) -> T:  # keeps the tensors alive until the end
+        if entry is not None:
+            log.waited_for(entry)
+        try:
+            wait(work, group, sent)
+        except RuntimeError as error:
+            raise call_error(kind, group, error) from error
+        return finish()
+
+    # On an accelerator the moment of the end depends on the rank, and so would the order of the
+    # collectives of a program that asks for it: NCCL needs one order.
+    return Work(end, work.is_completed if sent.is_cpu else None, into)

@@ -1,0 +1,130 @@
+"""The checks of the arguments of shard_data_parallel, before it changes anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from disttensor.checks import (
+    argument_error,
+    check_callable,
+    check_int,
+    check_sequence,
+    check_type,
+    has_own_operators,
+)
+from disttensor.comm.groups import world_group
+from disttensor.core.mesh import ProcessMesh
+from disttensor.core.placement import Shard
+from disttensor.experts.expert_plan import expert_tensors
+from disttensor.fsdp.accumulation import ENGINE
+from disttensor.fsdp.module_tree import SegmentSpec
+from disttensor.fsdp.segment_policy import Segments, segments_of
+from disttensor.fsdp.shard_params import meshes_of, split_by
+from disttensor.nn.shard_module import check_subclasses
+from disttensor.tensor.dist_tensor import DistTensor
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Returns True if ``shard_data_parallel`` was called for this module."""
+    return ENGINE in module.__dict__
+
+
+def check_arguments(
+    module: nn.Module, mesh: ProcessMesh | None, shard_axis: str | None, replicate_axis: str | None,
+    stage: int,
+    segments: Segments, prefetch: int, ignored: frozenset[int],
+) -> list[SegmentSpec]:  # fmt: skip
+    """Checks the arguments, and returns the segments."""
+    who = "shard_data_parallel"
+    if stage not in (1, 2, 3) or type(stage) is not int:
+        raise ValueError(
+            f"{who}: stage={stage!r}: 1 spreads the optimizer's state, 2 the gradients too, 3 the "
+            "parameters too"
+        )
+    check_int(f"{who}: prefetch", prefetch, 0, "a number of segments")
+    if any(is_sharded(m) for m in module.modules()):
+        raise ValueError(f"{who}: the module, or one in it, is under shard_data_parallel already")
+    if shard_axis is not None and shard_axis == replicate_axis:
+        raise ValueError(f"{who}: {shard_axis!r} is both shard_axis and replicate_axis")
+    check_subclasses(who, module, {})
+    params = {
+        name: p
+        for name, p in module.named_parameters()
+        if not has_own_operators(p) and id(p) not in ignored
+    }
+    plain = [name for name, p in params.items() if not isinstance(p, DistTensor)]
+    if mesh is None and plain:
+        raise ValueError(
+            f"{who}: parameter {plain[0]!r} is a regular tensor: give mesh=, on which to shard it"
+        )
+    meshes = meshes_of(module, mesh, ignored)
+    world = world_group().size if ignored else 1
+    some_rank_is_off = any(m.root.size < world for m in meshes) or len(meshes) > 1
+    for name, p in module.named_parameters() if some_rank_is_off else ():
+        if id(p) in ignored and p.requires_grad and not isinstance(p, DistTensor):
+            raise ValueError(
+                f"{who}: ignored_params: {name!r} is a regular tensor that requires grad, and not "
+                f"all ranks would get its gradient, as the other parameters lie on {meshes}. "
+                "Freeze it, or place it on one mesh with dt.shard_tensor"
+            )
+    for m in meshes:
+        for axis in (shard_axis, replicate_axis):
+            if axis is not None:
+                m.axis(axis)
+    experts = expert_tensors(module)
+    for name, p in params.items():
+        if p.grad is not None:
+            raise ValueError(f"{who}: parameter {name!r} has a gradient: zero_grad() first")
+        if not isinstance(p, DistTensor):
+            continue
+        if split_by(p, shard_axis, mesh) and name not in experts:
+            raise ValueError(
+                f"{who}: parameter {name!r} is {p.spec!r}: {shard_axis!r} splits it already, which "
+                "is allowed for experts only"
+            )
+        if p.spec.layout.custom:
+            raise ValueError(f"{who}: parameter {name!r} is {p.spec!r}, of a placement of your own")
+    return segments_of(module, segments, ignored)
+
+
+def check_ignored(module: nn.Module, params: Any) -> frozenset[int]:
+    """Checks ``ignored_params``, and returns their ids."""
+    who, expected = "shard_data_parallel: ignored_params", "a set of parameters of the module"
+    own = set(map(id, module.parameters()))
+    if isinstance(params, torch.Tensor):
+        raise argument_error(who, params, expected)
+    for p in (listed := check_sequence(who, params, expected)):
+        check_type(f"{who}: an entry", p, nn.Parameter, expected)
+        if id(p) not in own:
+            raise ValueError(
+                f"{who}: a parameter of shape {tuple(p.shape)} is none of "
+                f"{type(module).__name__}. Take it from the module as it is now: shard_module and "
+                "Module.to may have made others"
+            )
+    return frozenset(map(id, listed))
+
+
+def shard_dims(
+    module: nn.Module, function: Any, shard_axis: str | None, ignored: frozenset[int]
+) -> dict[str, int]:
+    """Maps parameter names to the dims that ``shard_placement_fn`` returns, leaving out None."""
+    who = "shard_data_parallel: shard_placement_fn"
+    if function is None:
+        return {}
+    check_callable(who, function, "a function of a parameter")
+    if shard_axis is None:
+        raise ValueError(f"{who}: nothing is sharded, as shard_axis is None: leave it out")
+    dims: dict[str, int] = {}
+    for name, p in module.named_parameters():
+        placement = None if id(p) in ignored or has_own_operators(p) else function(p)
+        if placement is None:
+            continue
+        if type(placement) is not Shard or not -p.ndim <= placement.dim < p.ndim:
+            raise argument_error(
+                f"{who}({name})", placement, f"Shard(dim) of a parameter of {p.ndim} dims, or None,"
+            )
+        dims[name] = placement.dim % p.ndim
+    return dims
