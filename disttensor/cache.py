@@ -1,9 +1,9 @@
-"""Caches: of a bounded size, emptied when their world ends, and where a rule or a reshard is
-registered, on which decisions depend.
+"""Caches of a bounded size. They are emptied when their world ends; caches of decisions also when a
+rule, a reshard or a setting changes.
 
-Specs and meshes are keys of nearly all of them, and would keep process groups alive that have been
-destroyed. A function of things without a mesh (a dtype, a device, a function) needs no more than
-``functools.lru_cache``, and a dict of such is a Cache that is ``lasting``.
+Specs and meshes are keys of nearly all caches, and would keep destroyed process groups alive. A
+function whose arguments contain no mesh (a dtype, a device, a function) uses
+``functools.lru_cache``; a dict with such keys is a Cache with ``lasting=True``.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def cached(limit: int) -> Callable[[F], F]:
 
 
 def call_when_cleared(fn: Callable[[], None], received: bool = False) -> None:
-    """Lets ``clear_caches`` call ``fn``, and ``clear_decisions`` too unless ``received``."""
+    """Makes ``clear_caches`` call ``fn``; without ``received``, ``clear_decisions`` calls it
+    too."""
     (_at_end if received else _functions).append(fn)
 
 
@@ -85,8 +86,8 @@ def clear_caches() -> None:
 
 @contextmanager
 def caches_aside() -> Iterator[None]:
-    """Empties all caches for a block, and at its end. Data from other ranks, who would not send
-    them again, are there afterwards."""
+    """Empties all caches for a block, and at its end. Data from other ranks are restored at the
+    end, because those ranks would not send them again."""
     before = [(cache, dict(cache)) for cache in list(_dicts.values()) if cache.received]
     clear_caches()
     try:

@@ -91,7 +91,7 @@ def _real(who: str, value: Any, expected: str) -> float:
 
 def check_shape(who: str, shape: Any, least: int = 0) -> tuple[int, ...]:
     """Returns a shape as a tuple. A tensor of one whole number is a size, as in torch."""
-    if type(shape) in (tuple, torch.Size):  # mostly it is right
+    if type(shape) in (tuple, torch.Size):  # the fast path of most calls
         right = all(type(n) is int and n >= least for n in shape)
         if right and math.prod(shape) < 2**63:
             return tuple(shape)

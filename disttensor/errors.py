@@ -52,7 +52,7 @@ def show_place(place: Place) -> str:
 
 
 class DistTensorError(RuntimeError):
-    """The base class of the errors below, which are raised by this project alone.
+    """The base class of the errors below, which only this project raises.
 
     >>> issubclass(dt.errors.MismatchError, dt.errors.DistTensorError)
     True
@@ -60,7 +60,7 @@ class DistTensorError(RuntimeError):
 
 
 class StrictError(DistTensorError):
-    """Inside strict(): a call that would communicate without being asked, or has no rule.
+    """Raised inside strict() for a call that would communicate implicitly, or that has no rule.
 
     >>> try:
     ...     with dt.debugging.strict():
@@ -85,8 +85,8 @@ class CaptureError(DistTensorError):
 
 
 class FallbackWarning(UserWarning):
-    """Right, and slow: a function without a rule ran on gathered tensors, or a schedule could not
-    put off gradients of weights.
+    """Warns that a correct result was slow: a function without a rule ran on gathered tensors, or a
+    schedule could not defer the gradients of weights.
 
     >>> import warnings
     >>> warnings.simplefilter("ignore", dt.errors.FallbackWarning)
@@ -162,7 +162,8 @@ class RankError(DistTensorError):
 
 
 class CustomFunctionError(DistTensorError):
-    """Reentrant checkpointing of a DistTensor, a custom autograd.Function that would cut its graph.
+    """Raised for reentrant checkpointing of a DistTensor, and for a custom autograd.Function that
+    would cut its graph.
 
     >>> from torch.utils.checkpoint import checkpoint
     >>> x = dt.ones(3, mesh=mesh, requires_grad=True)

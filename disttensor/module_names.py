@@ -1,6 +1,6 @@
 """Refuses another module under the name of one of our top-level packages, ``ops`` and ``reshard``.
 
-Such a module is mostly a file of the user's own that stands before ours on ``sys.path``.
+Such a module is usually a file of the user that comes before ours on ``sys.path``.
 """
 
 from __future__ import annotations

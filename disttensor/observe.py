@@ -6,7 +6,8 @@ observer, an event costs one test of an empty list.
 
 ``with observer:`` opens an observer. It sees the calls of the thread that opened it, except that
 communication, gradients and modules are seen on all threads, because a backward runs in threads of
-autograd. Tracers of torch are no observers: they answer calls, see ``disttensor.patches.tracers``.
+autograd. Tracers of torch are not observers, because they return the results of calls: see
+``disttensor.patches.tracers``.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ Function = Callable[..., Any]
 class Observer:
     """Base class of observers: a subclass overrides the events that it needs.
 
-    sees_calls: it needs the events of calls, so calls run in Python and not in C, and reshards are
-    waited for where they start. sees_modules: forwards recorded by ``replay`` run call by call.
+    sees_calls: it needs the events of calls, so calls run in Python instead of C, and each reshard
+    is finished before the next call. sees_modules: forwards recorded by ``replay`` run call by
+    call.
     """
 
     sees_calls: ClassVar[bool] = False
@@ -114,7 +116,7 @@ def _call_callbacks() -> None:
 
 @contextmanager
 def observers_aside() -> Iterator[None]:
-    """Lets no open observer see the block: its ranks and messages do not exist."""
+    """Hides the block from the open observers: its ranks and messages are simulated."""
     before = observers[:]
     observers.clear()
     _call_callbacks()

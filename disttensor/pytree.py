@@ -31,7 +31,7 @@ def collect(value: Any, out: list[Any], kind: type = Tensor) -> list[Any]:
         out.append(value)
     elif isinstance(value, (list, tuple)):
         for v in value:
-            if isinstance(v, kind):  # in a list of many no call for each
+            if isinstance(v, kind):  # a long list needs no call for each entry
                 out.append(v)
             elif isinstance(v, (list, tuple, dict)):
                 collect(v, out, kind)
@@ -136,7 +136,7 @@ def _collect(parts: Iterable[Any], attributes: bool, out: list[Tensor], seen: se
             _collect(value, attributes, out, seen)
         elif kind == _DICT:
             _collect(value.values(), attributes, out, seen)
-        elif kind != _OTHER and id(value) not in seen:  # an object may lead to itself
+        elif kind != _OTHER and id(value) not in seen:  # an object may refer to itself
             if kind == _DATACLASS:
                 seen.add(id(value))
                 _collect(_of_fields(value).values(), attributes, out, seen)
@@ -164,7 +164,7 @@ def _replaced(
     if kind == _OTHER or (kind == _OBJECT and not attributes):
         return value
     if id(value) not in made:
-        made[id(value)] = value  # for an object that leads to itself
+        made[id(value)] = value  # for an object that refers to itself
         before = _of_fields(value) if kind == _DATACLASS else dict(vars(value))
         after = {k: _replaced(v, f, attributes, made) for k, v in before.items()}
         changes = {k: v for k, v in after.items() if not _same(v, before[k])}

@@ -49,10 +49,10 @@ class Runtime:
     is_fake: bool | None = None  # None: not known yet
     is_nccl: bool | None = None
     posts_early_receives: bool = True  # disttensor.pipeline.early_receives
-    stands_for: str = "fake"  # the backend whose ways are taken where it is a fake one
+    stands_for: str = "fake"  # the backend that a fake process group imitates
 
 
-# Without a process group: a world of one, whose meshes are there whenever there is none.
+# The world of one without a process group. Its meshes are kept while process groups exist.
 _alone = Runtime(None)
 _current = _alone
 _numbers = itertools.count(1)

@@ -1,7 +1,7 @@
-"""All private names of torch that disttensor uses: another torch breaks this file first.
+"""All private names of torch that disttensor uses: another version of torch breaks this file first.
 
 Each name is looked up once, at import, and is the function of torch itself, so that a call through
-it costs nothing. A name that is gone is one error, which says what it was needed for. Not here:
+it costs nothing. A missing name raises one error, which says what the name is needed for. Not here:
 functions that rules are registered for by name (``torch._foreach_add``); they are data.
 """
 
@@ -133,7 +133,7 @@ refuse_memory: Callable[[torch.Tensor], None] = need(
 is_view: Callable[[torch.Tensor], bool] = need(
     "to tell views from copies", torch.Tensor, "_is_view"
 )
-# Of an untyped storage: a number that is its own as long as it lives, also where it is empty.
+# A number that identifies an untyped storage while it lives, also an empty one.
 STORAGE_ID = "_cdata"
 storage_id: Callable[[Any], int] = attrgetter(STORAGE_ID)
 
@@ -158,7 +158,7 @@ def alive(ref: StorageWeakRef) -> Any:
     return _from_weak(ref.cdata)
 
 
-# (a, b): each has the memory of the other then. They are of one size, or one is empty.
+# Swaps the memory of two storages of one size, or of which one is empty.
 swap_memory: Callable[[Any, Any], None] = need(
     "to use memory again", torch.UntypedStorage, "_swap_data_ptr_"
 )
@@ -214,7 +214,8 @@ compile_id: Callable[[], Any] = need(
     "to tell a trace from a run", CompileContext, "current_compile_id"
 )
 
-# Attention that gives the log-sum-exp of its scores too, and its backward; None: not there.
+# Attention that also returns the log-sum-exp of its scores, and its backward; None if torch lacks
+# them.
 _flash = "_scaled_dot_product_flash_attention_for_cpu"
 flash_on_cpu: Any = getattr(torch.ops.aten, _flash, None)
 flash_on_cpu_backward: Any = getattr(torch.ops.aten, f"{_flash}_backward", None)
@@ -246,8 +247,8 @@ def carried(state: torch.Tensor, count: int) -> tuple[tuple[int, ...] | None, by
 def seeded_since() -> bool:
     """Returns True if torch's default generator was seeded since the last call.
 
-    A generator that was seeded has 1 word left and stands at word 0. It gives the same numbers
-    where it stands at the last word, as one that has given all: there it is put.
+    A newly seeded generator has 1 word left and is at word 0. This function moves it to the last
+    word: the next numbers are the same, and the next call returns False.
     """
     state = torch.default_generator.get_state()
     words = _words_of(state)
@@ -299,8 +300,8 @@ _as_dispatched = need("to run eager calls in an operator", torch._C, "_ForceDisp
 
 
 def dispatch_state() -> Callable[[], Any]:
-    """Returns a function: () -> a context in which operators are dispatched as here now: with
-    autograd and autocast, but without modes. Below a mode, an operator has none of them."""
+    """Returns a function that makes a context: operators inside are dispatched as at this point,
+    with autograd and autocast, but without modes. The code of a mode has none of the three."""
     python = torch._C.DispatchKey
     include = torch._C._dispatch_tls_local_include_set()
     for key in (python.Python, python.PythonDispatcher):

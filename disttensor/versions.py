@@ -1,5 +1,5 @@
-"""Which torch this runs on: one that is too old is refused, and an unknown newer one imports, or
-says clearly that it does not."""
+"""Checks the version of torch: a version that is too old is refused, and an unknown newer version
+imports or raises a clear error."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Rows of some tensors, from the ranges that each member holds to others, in one exchange.
+"""Sends rows of some tensors from the ranges that each member holds to the ranges that each member
+wants, in one exchange.
 
-Each position is held by one member before and by one after, so the way back is the same with the
-two exchanged, and so is the backward.
+Each position is held by one member before and by one member after, so the inverse is the same
+exchange with the two swapped. It is also the backward.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class Dealing:
         return Dealing(self.me, self.want, self.have, self.exchange)
 
     def shared(self, sender: int, receiver: int) -> Iterator[tuple[int, int, int]]:
-        """Returns the rows that go from one member to the other: (where in the sender's rows, where
-        in the receiver's, how many)."""
+        """Yields the rows that one member sends to another: (start in the sender's rows, start in
+        the receiver's rows, number)."""
         there = 0
         for want in self.want[receiver]:
             here = 0
@@ -77,8 +78,8 @@ class Dealing:
 
 
 class Exchanged(torch.autograd.Function):
-    """``exchange(tensors)``, which communicates; its backward, to every order, is ``exchange.back``
-    of the gradients."""
+    """Runs ``exchange(tensors)``, which communicates. Its backward, to every order, is
+    ``exchange.back`` of the gradients."""
 
     @staticmethod
     def forward(ctx: Any, exchange: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -88,13 +89,14 @@ class Exchanged(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        _ = ctx.saved_tensors  # before it communicates a checkpointed region is computed again
+        _ = ctx.saved_tensors  # recomputes a checkpointed region before it communicates
         return None, *Exchanged.apply(ctx.exchange.back, *grads)
 
 
 class TokenExchange(NamedTuple):
-    """``sent[i]`` rows go to member i, ``received[i]`` come from it. ``send(rows, sent, received)``
-    does so. Called with tensors [rows, width] each, it sends all in one exchange."""
+    """Sends ``sent[i]`` rows to member i and receives ``received[i]`` rows from it, by ``send(rows,
+    sent, received)``. A call with several tensors, each [rows, width], sends all in one
+    exchange."""
 
     send: Send
     sent: Sequence[int]
@@ -105,7 +107,7 @@ class TokenExchange(NamedTuple):
         return TokenExchange(self.send, self.received, self.sent)
 
     def __call__(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Returns the rows of all tensors side by side; as bytes where their dtypes differ."""
+        """Exchanges the rows of all tensors side by side; as bytes if their dtypes differ."""
         if len(tensors) == 1:
             return (self.send(tensors[0], self.sent, self.received),)
         dtypes = {t.dtype for t in tensors}

@@ -14,8 +14,8 @@ from ops.registry import Function, functions_named
 # The arguments in which a function is linear (``Factors.terms``), by number of the tensor
 FIRST = (frozenset({0}),)
 SECOND = (frozenset({1}),)
-SUM = (*FIRST, *SECOND)  # in both together
-PRODUCT = (frozenset({0, 1}),)  # in each of the two
+SUM = (*FIRST, *SECOND)  # in both arguments together
+PRODUCT = (frozenset({0, 1}),)  # in each of the two arguments
 
 
 def named(*names: str, places: tuple[Any, ...] = (torch, torch.Tensor)) -> list[Function]:
@@ -40,7 +40,7 @@ def fronts(dims: Any, ndim: int) -> tuple[int, ...]:
 
 
 def numbers(args: tuple[Any, ...]) -> tuple[int, ...]:
-    """Returns sizes or dims that are given one by one, or as one sequence."""
+    """Returns sizes or dims as a tuple; the caller gave them one by one, or as one sequence."""
     if len(args) == 1 and not isinstance(args[0], int):
         args = tuple(args[0])
     return tuple(int(a) for a in args)
@@ -59,7 +59,8 @@ def letters_of(input: Arg) -> tuple[int, ...]:
 
 
 def moved(input: Arg, out: Dims, sizes: dict[Letter, int] | None = None, **options: Any) -> Factors:
-    """Returns the factors of a movement of elements, with letters 0, 1, ...: any Partial passes."""
+    """Returns the factors of a function that only moves elements, with letters 0, 1, ...: any
+    Partial passes through."""
     known: dict[Letter, int] = dict(enumerate(input.shape))
     known.update(sizes or {})
     options.setdefault("moves", True)

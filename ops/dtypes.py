@@ -1,4 +1,5 @@
-"""Numbers: half precision is computed in float32; casts of autocast; roots have a gradient at 0."""
+"""Dtypes of computations: half precision is computed in float32, autocast casts arguments, and
+roots have a gradient at 0."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def widened(x: Tensor) -> Tensor:
-    """Returns half precision as float32, in which torch accumulates too."""
+    """Returns a half-precision tensor as float32, the dtype in which torch accumulates."""
     return x.to(wide(x.dtype))
 
 
@@ -29,8 +30,7 @@ def autocast(x: Tensor | None) -> Any:
 
 
 def root(x: Tensor, order: float = 2) -> Tensor:
-    """Returns x to the power of 1/order, with the gradient 0 at 0, as torch's std and norms have
-    it."""
+    """Returns x to the power of 1/order, with the gradient 0 at 0, as in torch's std and norms."""
     at_zero = x == 0
     x = x.masked_fill(at_zero, 1)
     return (x.sqrt() if order == 2 else x.pow(1 / order)).masked_fill(at_zero, 0)

@@ -1,4 +1,4 @@
-"""Factors: which dims of the tensors of one call are the same dim, and what may be split.
+"""Factors: which dims of the tensors of one call are the same dim, and which dims may be split.
 
 Every dim of every tensor is given a letter (any hashable; a tuple of letters for a dim that merges
 several, major first; None for a dim that stays whole, as one of size 1 that broadcasts). A mesh
@@ -41,7 +41,8 @@ class Arg:
         self.index = index
 
     def placed(self, mesh_ndim: int, index: int) -> Arg:
-        """This argument with its layout on a mesh and its number; checks the placements."""
+        """Returns this argument with its layout on a mesh and its number, after checking its
+        placements."""
         layout = self.layout or layout_of(self.placements or (), len(self.shape), mesh_ndim)
         return Arg(
             self.shape,
@@ -143,7 +144,7 @@ class Factors:
         return self.shapes if self.shapes is not None else self.shapes_for(self.sizes)
 
     def shapes_for(self, sizes: Mapping[Letter, int]) -> tuple[tuple[int, ...], ...]:
-        """Returns the shapes of the outputs where the letters have these sizes."""
+        """Returns the shapes of the outputs if the letters have these sizes."""
 
         def size(dim: Any) -> int:
             return math.prod([sizes[x] for x in dim]) if type(dim) is tuple else sizes[dim]
@@ -179,7 +180,7 @@ def letters(pattern: str, *args: Arg, **options: Any) -> Factors:
 
     ``...`` stands for any leading dims, aligned at the right and broadcast; ``(a b)`` is a dim that
     merges two (give their sizes with ``sizes=``); ``1`` is a dim of size 1. Letters missing on the
-    right are *not* reduced unless ``reduced=`` says so. Raises ValueError where pattern and shapes
+    right are reduced only if ``reduced=`` names them. Raises ValueError if pattern and shapes
     disagree.
     """
     left, right = pattern.split("->")

@@ -1,4 +1,5 @@
-"""infer: one function call with layouts in, placements out. Pure: no mesh, no process group."""
+"""infer: returns the placements of the results of a call, given its layouts, without a mesh or a
+process group."""
 
 from __future__ import annotations
 
@@ -16,13 +17,14 @@ from ops.signatures import by_position
 
 
 class NoRule(LookupError):
-    """The function has no rule, or its rule does not cover this call: a fallback is taken."""
+    """Raised if a function has no rule, or its rule does not cover this call: the call falls
+    back."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inferred:
-    """``inputs[i]``: placements wanted of tensor argument i; ``outputs[j]``: placements of result
-    j."""
+    """``inputs[i]``: the required placements of tensor argument i; ``outputs[j]``: the placements
+    of result j."""
 
     inputs: tuple[tuple[Placement, ...], ...]
     outputs: tuple[tuple[Placement, ...], ...]

@@ -1,4 +1,4 @@
-"""LocalCall: the facts about a call that a local function receives, and its communication.
+"""LocalCall: the information about a call that a local function receives, and its communication.
 
 ``ops`` itself never communicates: the dispatcher passes ``Collectives`` bound to the mesh.
 """
@@ -30,7 +30,8 @@ class LocalShardInfo(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LocalPiece:
-    """A ``LocalShardInfo`` made of its parts, of no tensor of the call or one in another layout."""
+    """A ``LocalShardInfo`` as data: of an argument in another layout, or of a tensor outside the
+    call."""
 
     shape: tuple[int, ...]
     layout: Layout
@@ -43,22 +44,22 @@ class LocalPiece:
 
 
 class Part(NamedTuple):
-    """This rank's box of a tensor that is none of the call's own."""
+    """This rank's box of a tensor that is neither an argument nor a result of the call."""
 
     shape: tuple[int, ...]
     local_box: Box
 
 
 class DrawProtocol(Protocol):
-    """The random numbers of one call: replicas get the same, shards different ones, every call
-    fresh ones."""
+    """The random numbers of one call. Replicas get equal numbers, shards different ones, and each
+    call new ones."""
 
     invariant: bool  # by global position (``numbers``); else by torch's own generator (``seeded``)
 
     def numbers(self, kind: str, piece: Any, dtype: Any, device: Any, **options: Any) -> Any:
-        """This rank's piece of a tensor of random numbers. ``piece``: a Piece or a Part; ``kind``:
-        "uniform", "normal", "bernoulli", ...: a function of disttensor.random.distributions, with
-        its options."""
+        """Returns this rank's piece of a tensor of random numbers. ``piece``: a LocalShardInfo or a
+        Part; ``kind``: "uniform", "normal", "bernoulli", ...: a function of
+        disttensor.random.distributions, with its options."""
 
     def seeded(self, axes: Axes, device: Any) -> AbstractContextManager[Any]:
         """Makes torch's generator draw alike, within the block, on ranks that have one place on
@@ -124,8 +125,8 @@ class Collectives(Protocol):
 
 @dataclass(slots=True)
 class LocalCall:
-    """inputs, outputs: the pieces as wanted and given (dtype of outputs is not known yet); split:
-    letter -> axes of several ranks."""
+    """inputs: the pieces as the rule requires them. outputs: the pieces of the results, whose dtype
+    is not known yet. split: letter -> axes of several ranks."""
 
     func: Callable[..., Any]
     inputs: Sequence[LocalShardInfo]

@@ -1,4 +1,4 @@
-"""Factors as text: ``m k, k n -> m n   k: sum``. One line that says what a rule lets a mesh axis
+"""Factors as text: ``m k, k n -> m n   k: sum``. One line shows which dims a mesh axis may
 split."""
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from ops.propagation import splittable
 
 
 def notation(f: Factors) -> str:
-    """Returns the letters of each tensor and result, then what is special about some of them.
+    """Returns the letters of each tensor and result, then the properties of some letters.
 
-    ``_`` is a dim that stays whole (or has size 1 and broadcasts), ``(a b)`` one that merges two,
-    ``[]`` a tensor without dims. ``k: sum``: split, it leaves a pending sum; ``whole``: never
-    split; ``even``: only without remainder; ``halo``: the call fetches what its windows read of
-    other ranks' pieces.
+    ``_`` is a dim that stays whole (or has size 1 and broadcasts), ``(a b)`` a dim that merges two,
+    ``[]`` a tensor without dims. ``k: sum``: a split of k leaves a pending sum; ``whole``: never
+    split; ``even``: split only without remainder; ``halo``: the call fetches the elements of other
+    ranks that its windows read.
 
     >>> from ops.factors import Arg, letters
     >>> notation(letters("m k, k n -> m n", Arg((4, 6)), Arg((6, 5)), reduced={"k": "sum"}))

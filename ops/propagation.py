@@ -1,22 +1,22 @@
-"""assign: which letter each mesh axis splits. The whole inference of placements is here, pure.
+"""assign: chooses the letter that each mesh axis splits. This module infers all placements, from
+shapes and layouts alone.
 
 The choices on an axis are, in the order that decides a tie:
 
     a letter of the results that some input is split by on this axis: every tensor with the letter
-        is then split there; of several the one of the largest input
-    flow: a pending reduction passes through, where every term of the call has one
-    another letter of an input that is split on this axis: the split dims are exchanged for it
-    a reduced letter that some input is split by: the result is pending
-    nothing: all inputs are whole
+    is then split there; of several letters, the one of the largest input first flow: a pending
+    reduction passes through, where every term of the call has one another letter of an input that
+    is split on this axis: the split dims are exchanged for it a reduced letter that some input is
+    split by: the result is pending nothing: all inputs are whole
 
-Where nothing has to move on an axis (all inputs that are split there are split by one letter) there
-is no choice. A replicated input alone never makes an axis split something, nor does a pending one.
+If no input has to move on an axis (all inputs that are split there are split by one letter), there
+is no choice. Replicated and pending inputs alone never make an axis split a letter.
 
 Of all choices on all axes together the one is taken whose *traffic* is least: the bytes that one
 rank receives so that the inputs follow it, and in the backward so that their gradients go back
-(``ops/traffic.py``), with the halo of a letter whose dim is read beyond the piece. Nothing else
-counts: not the latency of a collective, not what reads the results, not the reduction of the
-gradients of replicated inputs.
+(``ops/traffic.py``), with the halo of a letter whose dim is read beyond the piece. The latency of
+collectives, the readers of the results, and the reduction of the gradients of replicated inputs do
+not count.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from disttensor.core.layout import Axes, Layout, lies_whole, replicated
 from ops.factors import Arg, Factors, Letter
 from ops.traffic import traffic
 
-LESS = 1e-6  # bytes: sums of shares that are equal may differ by rounding
+LESS = 1e-6  # bytes: equal sums of shares may differ by rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,8 @@ class Flow:
 
 @dataclass(slots=True)
 class Decision:
-    """``input_layouts``: what each input is redistributed to; ``output_layouts``: what comes out.
+    """``input_layouts``: the layouts to which the inputs are resharded; ``output_layouts``: of the
+    results.
 
     ``varying_axes[i]``: the axes over which input i is replicated while the call varies, so that
     its gradient is a contribution. ``split``: letter -> axes that split it. ``compared``: it was
@@ -114,7 +115,7 @@ def _cheapest(
     options: list[Sequence[Any]], pending: list[list[tuple[int, str]]], fixed: bool,
 ) -> Decision | None:  # fmt: skip
     """Returns the decision with the least traffic among all combinations of the axes' options; None
-    if none splits evenly what has to be."""
+    if none splits the letters in ``even`` without remainder."""
     best: Decision | None = None
     least = math.inf
     firm = {0} if fixed else f.side_writes
@@ -142,7 +143,7 @@ def _cheapest(
         if moved < least - LESS:
             best, least = decision, moved
         if least <= LESS:
-            break  # none moves less
+            break  # no decision moves less
     return best
 
 

@@ -1,5 +1,5 @@
-"""The table of rules: torch function -> Rule. Registering is one call, for us and for users
-alike."""
+"""The table of rules: torch function -> Rule. Users register rules by the same call as this
+package."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ RULES: dict[Function, Rule] = {}
 
 
 def functions_named(name: str, places: Sequence[Any]) -> Iterator[tuple[Function, bool]]:
-    """Returns the functions of this name in the places (of an operator: the method) and their
+    """Yields the functions of this name in the places (for an operator: the method) and their
     in-place forms, each as (function, writes its first argument)."""
     operator = name.endswith("__")
     for place in [torch.Tensor] if operator else places:
@@ -65,8 +65,8 @@ def _writes(name: str) -> bool:
 
 
 def variants(func: Function) -> Iterator[tuple[Function, bool]]:
-    """Returns the same function under its other names: the method, the in-place forms. Gives
-    (function, writes its first argument)."""
+    """Yields the function and its other forms (the method, the in-place forms), each as (function,
+    writes its first argument)."""
     name = getattr(func, "__name__", "")
     yield func, _writes(name)
     places: list[Any] = [torch.Tensor]
@@ -77,9 +77,8 @@ def variants(func: Function) -> Iterator[tuple[Function, bool]]:
 
 
 def register(rule: Rule, *funcs: Function, exact: bool = False) -> None:
-    """Enters ``rule`` for the functions and (unless ``exact``) their other names. A function has
-    one rule: entering another for the same function raises ValueError; its other names never
-    replace an entry."""
+    """Registers ``rule`` for the functions and (unless ``exact``) their other forms. A second rule
+    for one of the functions raises ValueError; other forms that have a rule keep it."""
     for func in funcs:
         names = [*variants(func)]
         for found, inplace in names[:1] if exact else names:

@@ -1,7 +1,8 @@
-"""Torch's own signatures: where an argument stands that comes by its name, and which are tensors.
+"""Torch's own signatures: the position of an argument that is given by name, and which arguments
+are tensors.
 
-A rule reads its call as torch's parser does: by position, as far as the arguments go without a gap,
-and the rest by torch's names. So a rule names its own arguments as it likes.
+A rule receives the arguments of a call by position, up to the first gap, and the others by torch's
+names. So a rule may give its own parameters any names.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Signature(NamedTuple):
 
 @cache
 def signatures(func: Function) -> tuple[Signature, ...]:
-    """Returns all ways to call ``func``; none where torch does not say."""
+    """Returns all ways to call ``func``; none if torch does not list them."""
     name, inner = getattr(func, "__name__", ""), unwrap(func)
     if name.startswith("__") or not name:
         return ()
@@ -115,8 +116,8 @@ def chosen(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Signa
 def by_position(
     func: Function, args: Sequence[Any], kwargs: dict[str, Any], reader: Function | None = None
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Returns the call as a rule reads it: by position up to the first gap, the rest by torch's
-    names, in the order of its signature. ``reader``, the rule, may take options by name."""
+    """Returns the call as a rule receives it: by position up to the first gap, the others by
+    torch's names, in the order of its signature. ``reader``, the rule, may take options by name."""
     read = list(args)
     said = chosen(func, args, kwargs) if kwargs else None
     if said is None:

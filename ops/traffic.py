@@ -1,5 +1,5 @@
-"""Traffic: the bytes that one rank receives so that an input of a call lies as the call wants it,
-and in the backward so that its gradient lies as the input came. Pure.
+"""Traffic: the bytes that one rank receives to reshard an input of a call to the required layout,
+and in the backward to reshard its gradient to the layout of the input.
 
     an input                        forward                backward
     P -> R                          2 (n - 1) / n          the same, if the call varies on the axis
@@ -8,13 +8,14 @@ and in the backward so that its gradient lies as the input came. Pure.
     S(i) -> S(j)                    (n - 1) / n of 1 / n   the same
     R -> S(d), R -> P, S(d) -> P    none                   not counted
 
-in shares of what the other axes leave of the input, over an axis of n ranks. What came replicated
-is not counted, however it is cut: its gradient is a contribution, which waits with all others of
-the tensor for the one that reads it. An input of integers has no gradient.
+as shares of the input after its splits by other axes, over an axis of n ranks. The gradient of a
+replicated input is not counted, however the input is split: it is a contribution, which stays
+pending with the other contributions until the gradient is read. An input of integers has no
+gradient.
 
-The planner (``reshard``) takes these paths, or one exchange of all that a rank lacks. Where a sum
-is pending on one axis while others move, the order of its steps is taken as the better of two: all
-sums first, or all else first.
+The planner (``reshard``) takes these paths, or one exchange of all elements that a rank lacks. If a
+sum is pending on one axis while other axes move, the better of two orders counts: all sums first,
+or all other steps first.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from disttensor.core.layout import Axes, Layout, largest_piece, missing_numel
 
 Dims = tuple[Axes, ...]
 
-WORTH = 128 * 1024  # bytes of a rank: for fewer nothing is done in the background
+WORTH = 128 * 1024  # bytes of a rank: smaller collectives do not run in the background
 
 
 def traffic(arg: Any, want: Layout, varying: Axes, mesh_shape: Axes) -> float:
-    """Returns the bytes there and back of an ``Arg``. ``varying``: the axes over which the call
-    varies while it has all of the argument, whose gradient is then a sum."""
+    """Returns the bytes of an ``Arg`` in forward and backward. ``varying``: the axes over which the
+    call varies while the argument is replicated, so that its gradient is a sum."""
     have, dtype = arg.layout, arg.dtype
     if have == want:
         return 0.0
@@ -48,8 +49,9 @@ def traffic(arg: Any, want: Layout, varying: Axes, mesh_shape: Axes) -> float:
 
 
 def returned(now: Axes, then: Axes, came: Iterable[int]) -> Axes:
-    """Returns the axes by which the gradient of a dim goes back that came split by ``now`` and was
-    wanted by ``then``: ``now``, and still the axes on which it had come replicated."""
+    """Returns the axes that split the gradient of a dim after the backward. The dim was split by
+    ``now`` and required to be split by ``then``: the gradient is split by ``now``, and still by the
+    axes on which the input was replicated."""
     kept = tuple(a for a in then if a in now or a not in came)
     if tuple(a for a in kept if a in now) == now:
         return kept

@@ -45,7 +45,7 @@ def all_to_all(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes, how: How = N
         return exchange(x, src, dst, axes, how)
     given = x.reshape(split.sizes).movedim(split.j, 0)
     out = x.new_empty(split.shape) if how.async_op else None
-    if how.copies and given.is_contiguous():  # else it is copied on the way
+    if how.copies and given.is_contiguous():  # otherwise the collective copies it
         given = given.clone()
 
     def joined(pieces: Tensor) -> Tensor:

@@ -25,11 +25,12 @@ from reshard.routing import Routes
 
 
 def start(local: Tensor, src: DistSpec, dst: DistSpec, tag: int) -> Work[Tensor]:
-    """Posts this rank's receives and sends. Called on every rank of either mesh, or on all.
+    """Posts this rank's receives and sends. Every rank of both meshes makes the call; other ranks
+    may make it.
 
-    ``local`` is this rank's local of ``src``. It is never changed, and may be changed after: the
-    result is a view of it only where nothing moves, on any rank. ``tag``: ``p2p.next_tag()``, which
-    every rank of the world must call. Not differentiable.
+    ``local`` is this rank's local of ``src``. It is never changed, and may be changed after the
+    call: the result is a view of it only if no rank sends anything. ``tag``: ``p2p.next_tag()``,
+    which every rank of the world must call. Not differentiable.
     """
     plan = plan_between(src, dst)
     if src.mesh.coordinate is not None:
@@ -98,8 +99,8 @@ def _empty(spec: DistSpec) -> Tensor:
 
 
 def fill(x: Tensor, place: Axes, plan: CrossMeshPlan) -> Tensor:
-    """Makes pending values on arrival at ``place``: the first rank of an axis has the value, the
-    others the neutral element. Of several axes the last is reduced first."""
+    """Fills in the pending values that arrive at ``place``: the first rank of an axis has the
+    value, the others have the neutral element. Of several axes the last one is reduced first."""
     for axis, op in plan.once:
         if place[axis]:
             x = torch.full_like(
@@ -142,12 +143,12 @@ def cost(src: DistSpec, dst: DistSpec) -> float:
 
 
 def run(local: Tensor, src: DistSpec, dst: DistSpec) -> Tensor:
-    """Returns this rank's local of ``dst``, from its local of ``src``. Collective wherever a step
+    """Returns this rank's local of ``dst``, from its local of ``src``. It is collective if a step
     is.
 
-    Between two meshes it is called on every rank of the world. Not differentiable. ``local`` is
-    never changed; the result may be ``local`` itself or a view of it where nothing is sent. On
-    ranks outside the mesh of ``dst`` the result is an empty tensor.
+    Between two meshes every rank of the world makes the call. Not differentiable. ``local`` is
+    never changed; if nothing is sent, the result may be ``local`` itself or a view of it. On ranks
+    outside the mesh of ``dst`` the result is an empty tensor.
     """
     if observers:
         return run_step(_run, local, src, dst)

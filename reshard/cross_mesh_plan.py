@@ -2,8 +2,8 @@
 
     src --choose, on its mesh--> before --messages--> after --local, on the other mesh--> dst
 
-Pure, the same on every rank. The cost counts the messages of all ranks, so reductions are done
-where this sum is least: nearly always before the messages, on the source mesh.
+The plan is the same on every rank. Its cost counts the messages of all ranks, so reductions run
+where this sum is smallest: nearly always before the messages, on the source mesh.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ Reductions = tuple[tuple[int, str], ...]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CrossMeshPlan:
-    """How a tensor goes from ``src`` to ``dst`` on another mesh.
+    """The steps and messages of a reshard from ``src`` to ``dst`` on another mesh.
 
-    ``before``: what src is brought to on its own mesh. ``after``: what arrives: of a reduction that
-    dst has and before has not, only the first rank of each axis in ``once`` gets the value, and the
-    others take the neutral element. ``routing``: the messages between.
+    ``before``: the spec to which src is resharded on its own mesh. ``after``: the spec that
+    arrives. If dst has a pending reduction that ``before`` does not have (its axes are ``once``),
+    only the first rank of the axis receives the value, and the others take the neutral element.
+    ``routing``: the messages between the two.
     """
 
     src: DistSpec
@@ -77,7 +78,7 @@ def plan_between(src: DistSpec, dst: DistSpec) -> CrossMeshPlan:
 
 
 def _arriving(dst: DistSpec) -> tuple[DistSpec, Reductions]:
-    """Returns dst without placements of users' own types, and the reductions in it."""
+    """Returns dst without users' own placements, and the reductions that are pending in it."""
     layout = planner.essential(dst)
     theirs = set(_axes(layout.custom))
     made = tuple(entry for entry in layout.partial if entry[0] not in theirs)

@@ -1,4 +1,5 @@
-"""Any layout of S and R to any other in one all_to_all: each rank gets just what it lacks."""
+"""Any layout of S and R to any other in one all_to_all: each rank receives only the elements that
+it lacks."""
 
 from __future__ import annotations
 

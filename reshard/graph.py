@@ -1,7 +1,8 @@
-"""The graph that the planner searches: layouts, and the moves between them that can be of use.
+"""The graph that the planner searches: layouts, and the moves between them that may lead to the
+goal.
 
-Layouts are without the mesh axes of size 1. Only moves towards the goal are considered: an
-axis visits its placement in the source, its placement in the goal, and Replicate.
+Its layouts have no mesh axes of size 1. An axis only takes its placement in the source, its
+placement in the goal, and Replicate.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ T = TypeVar("T")
 Dims = tuple[DimAxes, ...]
 Reductions = tuple[tuple[int, str], ...]
 
-LATENCY = 16 * 1024  # a collective costs as much as sending so many bytes
+LATENCY = 16 * 1024  # bytes: the constant cost of a collective
 STEP, EXCHANGE = 0.25, 0.5  # break ties: few steps, and plain collectives before an exchange
 
 # Reductions of one kind may be done in any order.
@@ -31,7 +32,7 @@ REDUCTION_KIND = {"sum": 0, "avg": 0, "max": 1, "any": 1, "min": 2, "all": 2, "p
 
 
 class Edge(NamedTuple):
-    """One step of a path: what is done over which axes, its price, and where it leads."""
+    """One step of a path: a move over some axes, its price, and the layout after it."""
 
     kind: str
     fn: MoveFn
@@ -48,7 +49,7 @@ def cheapest(start: Layout, goal: Layout, mesh: Axes, shape: Axes, itemsize: int
     best: dict[Layout, float] = {start: 0.0}
     came: dict[Layout, tuple[Layout, Edge]] = {}
     done: set[Layout] = set()
-    ticket = itertools.count()  # makes ties fall alike on all ranks
+    ticket = itertools.count()  # resolves ties in the same way on all ranks
     queue: list[tuple[float, int, Layout]] = [(0.0, next(ticket), start)]
     while queue:
         spent, _, state = heapq.heappop(queue)
@@ -135,7 +136,7 @@ class Graph:
                 yield self.edge(Shard, Replicate, axes, state, replace(state, dims=after))
 
     def all_to_alls(self, state: Layout, mine: frozenset[int]) -> Iterator[Edge]:
-        """Yields S(i) -> S(j) if that puts the minor axes of dim i in place on dim j."""
+        """Yields S(i) -> S(j) if the minor axes of dim i are then in their final place on dim j."""
         dims = state.dims
         for i, now in enumerate(dims):
             for k in range(len(now) - 1, common(now, self.dims[i]) - 1, -1):
@@ -152,7 +153,7 @@ class Graph:
                     yield self.edge(Shard, Shard, axes, state, replace(state, dims=after))
 
     def slices(self, state: Layout, mine: frozenset[int]) -> Iterator[Edge]:
-        """Yields R -> S if that puts an axis in place."""
+        """Yields R -> S if an axis is then in its final place."""
         dims, used = state.dims, state.varies() | mine
         for d, (now, then) in enumerate(zip(dims, self.dims, strict=True)):
             if len(now) < len(then) and then[: len(now)] == now:

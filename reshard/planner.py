@@ -1,4 +1,5 @@
-"""The planner: the cheapest steps from one spec to another on its mesh; the same on every rank.
+"""The planner: finds the cheapest steps from one spec to another on its mesh, the same on every
+rank.
 
 A shortest-path search over layouts. An edge is one registered move (see graph.py); its length is
 the bytes that a rank sends, plus a constant per collective, so that equal collectives become one.
@@ -30,13 +31,13 @@ STARTABLE = {all_gather, all_reduce, all_to_all, exchange, reduce_scatter}
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One movement of a reshard.
+    """One step of a reshard.
 
     ``kind``: "all_gather", "all_reduce", "reduce_scatter", "all_to_all" (the names that
     ``record_comms`` uses), or "slice", "to_partial", "local", which send nothing; "send_recv", from
     one mesh to another, is recorded as a "send" for each message. ``axis``: the names of ``axes``,
-    as "dp+tp". ``bytes``: what one rank sends (of uneven shards: the first, which holds most; of a
-    send_recv: the rank that sends most).
+    as "dp+tp". ``bytes``: sent by one rank (for uneven shards the first rank, which holds most; for
+    a send_recv the rank that sends most).
     """
 
     kind: str
@@ -89,7 +90,8 @@ def run(local: Tensor, src: DistSpec, dst: DistSpec) -> Tensor:
 
 @cached(4096)
 def runner(src: DistSpec, dst: DistSpec) -> Callable[[Tensor], Tensor]:
-    """Returns the function that ``run`` applies to a local of ``src``; all decisions are made."""
+    """Returns the function that ``run`` applies to a local of ``src``. It makes no further
+    decision."""
     if src.mesh.coordinate is None:
         return lambda local: local.new_empty(dst.local_shape)
     steps = choose(src, dst)

@@ -28,13 +28,13 @@ def reduce_scatter(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes, how: How
     shape = dst.local_shape
     if not x.numel():
         return ready(x.new_empty(shape), how)
-    # over gloo it is another one in the background, which adds up in another order
+    # over gloo a background call is another algorithm, which adds up in another order
     if how.copies and backend_name(grid.group.pg, x.device) == "gloo":
         return finished(reduce_scatter(x, src, dst, axes))
     if grid.padded is None:
         if grid.back is not None:
             x = x.reshape(grid.unstacked).permute(grid.back)
-        if how.copies and x.is_contiguous():  # else it is copied on the way
+        if how.copies and x.is_contiguous():  # otherwise the collective copies it
             x = x.clone()
         return how.run(collectives.reduce_scatter, x, op, grid.group, shape)
     out = how.run(collectives.reduce_scatter, grid.cut(x), op, grid.group)

@@ -1,4 +1,5 @@
-"""The registry: which function moves data between two placement types, and what it sends."""
+"""The registry: the function that moves data between two placement types, and the bytes that it
+sends."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Plans which rank sends which elements to which rank, in one mesh or between two. Pure, the same
-on every rank.
+"""Plans which rank sends which elements to which rank, in one mesh or between two. The plan is the
+same on every rank.
 
 The locals of the source split the tensor into cells; replicas hold the same cell. A receiver needs
 the part of each cell that lies in its target box, except of the cell that it holds itself. It gets
@@ -26,7 +26,8 @@ Message = tuple[int, Box]  # the other rank, and the box that is sent
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """Of one rank: what it has, what it needs, what of that it has, and messages. None: nothing."""
+    """The routes of one rank: the boxes that it has (``source``), needs (``target``) and keeps, and
+    its messages. None: an empty box."""
 
     source: Box | None
     target: Box | None
@@ -76,7 +77,7 @@ class Routing:
         """Returns the routes of ``rank``."""
         source, target = self.held.get(rank), self.needed.get(rank)
         kept = None
-        if source and target and source[0] == target[0]:  # else another summand of a reduction
+        if source and target and source[0] == target[0]:  # else summands of a reduction
             kept = source[1].intersect(target[1])
         return Routes(
             source and source[1],
@@ -91,8 +92,8 @@ def within(src: DistSpec, dst: DistSpec, axes: Axes) -> Routes:
     """Returns the routes of this rank in one mesh, for specs that differ on ``axes`` only. Ranks
     are positions in the group of the axes.
 
-    The nearest holder differs from the receiver on the fewest axes. Of several the next one is
-    taken, so that senders share the work.
+    The nearest holder differs from the receiver on the fewest axes. Of several equally near holders
+    the next one sends, so that senders share the work.
     """
     mesh = src.mesh
     assert mesh.coordinate is not None
@@ -105,7 +106,7 @@ def within(src: DistSpec, dst: DistSpec, axes: Axes) -> Routes:
 
     held = {i: ((), src.box_at(place)) for i, place in enumerate(places)}
     needed = {i: ((), dst.box_at(place)) for i, place in enumerate(places)}
-    mine = {i: key for i, key in held.items() if key == held[me]}  # the others are not our affair
+    mine = {i: key for i, key in held.items() if key == held[me]}  # other boxes do not matter here
     sends = Routing(mine, needed, nearest).of(me)
     return replace(sends, receives=Routing(held, {me: needed[me]}, nearest).of(me).receives)
 
@@ -114,12 +115,12 @@ def within(src: DistSpec, dst: DistSpec, axes: Axes) -> Routes:
 def between(src: DistSpec, dst: DistSpec, kept: Axes, once: Axes) -> Routing:
     """Returns the messages from one mesh to another.
 
-    ``src`` has reductions on the ``kept`` axes only, of both meshes: they travel unreduced, and
-    what lies at i on such an axis goes to i on the same axis of the other mesh. Of the axes
-    ``once`` of dst's mesh only the first rank receives. The nearest holder is the one with the
-    least to send so far, of several the next one after the receiver's own place: so replicas share
-    the work, and between meshes of one shape with equal placements each rank sends to the one at
-    its own coordinate.
+    Reductions of ``src`` are pending only on the ``kept`` axes, which both meshes have. They are
+    sent unreduced: a value at coordinate i of such an axis goes to coordinate i of the same axis on
+    the other mesh. On the axes ``once`` of dst's mesh only the first rank receives. The nearest
+    holder is the holder that has to send least so far; of several the next one after the receiver's
+    own place. So replicas share the work, and between meshes of one shape with equal placements
+    each rank sends to the rank at its own coordinate.
     """
     at_src = {rank: i for i, rank in enumerate(src.mesh.ranks)}
     at_dst = {rank: i for i, rank in enumerate(dst.mesh.ranks)}

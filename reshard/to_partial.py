@@ -1,4 +1,5 @@
-"""R -> P(op) and S(d) -> P(op): local; what a rank does not hold is the op's neutral element."""
+"""R -> P(op) and S(d) -> P(op), without communication: elements that a rank does not hold become
+the neutral element of op."""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ def keep_once(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
     """Turns ``f32[8]`` into ``f32[8] {dp: P(sum)}``: for sum and prod the first rank of the axes
     keeps x.
 
-    For the other reductions, where a value counts once however often it is there, all keep it.
+    For the other reductions, which may count a value several times, all ranks keep x.
     """
     op, place = pending(dst, axes), src.mesh.coordinate
     if op not in ("sum", "prod") or place is None:
         return x
     if not any(place[a] for a in axes):
-        return x.clone()  # as on the others: whether x is written later must not tell ranks apart
+        return x.clone()  # as on the other ranks, which do not return x itself
     return torch.full_like(x, neutral_element(op, x.dtype), memory_format=torch.contiguous_format)
 
 
@@ -32,7 +33,7 @@ def pad_with_neutral(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Ten
     """Turns ``f32[8@dp]`` into ``f32[8] {dp: P(sum)}``: x at its place in a tensor of neutral
     elements.
 
-    For avg x is multiplied by the ranks, which the average divides by again.
+    For avg, x is multiplied by the number of ranks, by which the average divides.
     """
     op = pending(dst, axes)
     out = x.new_full(dst.local_shape, neutral_element(op, x.dtype))

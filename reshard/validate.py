@@ -1,4 +1,5 @@
-"""Which changes have a meaning: one shape, one kind of device, reductions that fit the dtype."""
+"""Checks that a change of layout has a meaning: one shape, one type of device, reductions that the
+dtype supports."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ def check(src: DistSpec, dst: DistSpec) -> None:
     if src.mesh is not dst.mesh:
         _check_meshes(src, dst)
     same = set[tuple[int, str]]()
-    if src.mesh.shape == dst.mesh.shape:  # these stay as they are
+    if src.mesh.shape == dst.mesh.shape:  # these do not change
         same = set(src.layout.partial) & set(dst.layout.partial)
     for spec, making in ((src, False), (dst, True)):
         for axis, op in sorted(set(spec.layout.partial) - same):

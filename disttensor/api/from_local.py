@@ -33,15 +33,15 @@ def from_local(
     """Returns the DistTensor of which ``local`` is this rank's piece; differentiable.
 
     ``shape`` is the global shape; without it the ranks exchange the sizes and dtypes of their
-    pieces. The pieces must be cut as by torch.chunk (5 over 4: 2, 2, 1, 0), of one dtype. Else it
-    raises ValueError on all ranks; with ``shape=`` on the rank whose piece has another size, and
-    for dtypes under ``dt.debugging.compare_ranks()`` only. On a rank off the mesh only
-    requires_grad of ``local`` counts, and with ``shape=`` its dtype. ``run_check=False`` sends
-    nothing, as torch's: all pieces count as equal to this one, on a rank off the mesh too, and
-    ranks whose pieces differ come to different global shapes, which
-    ``dt.debugging.compare_ranks()`` finds.
+    pieces. The pieces must be cut as by torch.chunk (5 over 4: 2, 2, 1, 0) and have one dtype, or
+    all ranks raise ValueError. With ``shape=`` only the rank whose piece has another size raises
+    it, and dtypes are compared only under ``dt.debugging.compare_ranks()``. On a rank off the mesh
+    only requires_grad of ``local`` counts, and with ``shape=`` its dtype. ``run_check=False`` sends
+    nothing, as in torch: each rank, also off the mesh, assumes that all pieces have the size of its
+    own. Ranks whose pieces differ then compute different global shapes;
+    ``dt.debugging.compare_ranks()`` detects this.
 
-    ``grad_placements``: the placements of the gradient of ``local``, as torch's: Shard for Shard,
+    ``grad_placements``: the placements of the gradient of ``local``, as in torch: Shard for Shard,
     Replicate for Partial, Replicate (the default) or Partial("sum") for Replicate.
 
     >>> dt.from_local(torch.zeros(4, 6), mesh, [dt.Shard(0), dt.Replicate()]).shape

@@ -11,7 +11,7 @@ from disttensor.tensor.dist_tensor import DistTensor
 
 
 def pieces(x: DistTensor) -> list[torch.Tensor | None]:
-    """Returns the local tensors of all ranks, on every rank: for looking at. All ranks call it.
+    """Returns the local tensors of all ranks, on every rank, for inspection. All ranks call it.
 
     Args:
         x: a DistTensor. If it is pending, its pieces are the contributions.

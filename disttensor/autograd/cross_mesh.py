@@ -53,7 +53,8 @@ def _way_back(grad: Tensor, src: GradType, dst: GradType) -> tuple[Tensor, GradT
 
 @cached(4096)
 def _ends_back(src: GradType, dst: GradType) -> tuple[GradType, GradType, float]:
-    """Returns the types between which a gradient goes back, and its scale."""
+    """Returns the gradient types of both ends of the transfer back, and the factor of the
+    gradient."""
     (to, divide_src), (at, divide_dst) = gradient_type(src), gradient_type(dst)
     return at, to, divide_dst / divide_src
 
@@ -74,7 +75,7 @@ class CrossMesh(torch.autograd.Function):
         dst: GradType,
         tag: int,
     ) -> tuple[Tensor, Tensor]:
-        """Returns both. ``value`` is in a list, so that it is no argument of autograd's."""
+        """Returns both. ``value`` is in a list, so that autograd does not see it as an argument."""
         ctx.ends = src, dst, tag
         with no_dispatch():
             itself = torch.empty(0, device=anchor.device)

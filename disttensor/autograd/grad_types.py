@@ -131,7 +131,7 @@ def reduction(src: GradType, dst: GradType) -> StartReduction | None:
 
 class ReshardFunction(torch.autograd.Function):
     """Reshards a local by a transition. The backward reshards from the gradient type of the target
-    to the one of the source."""
+    to the gradient type of the source."""
 
     @staticmethod
     def forward(
@@ -173,9 +173,9 @@ class ReshardFunction(torch.autograd.Function):
 
 
 class EarlyReduce(torch.autograd.Function):
-    """The identity after a ReshardFunction. Its backward starts the reduction for which that one
-    waits; if the gradient will be differentiated again, only that one reduces. See
-    ``ops.linalg.overlapped_linear``."""
+    """The identity after a ReshardFunction. Its backward starts the reduction, and the backward of
+    the ReshardFunction waits for it. If the gradient will be differentiated again, only the
+    ReshardFunction reduces. See ``ops.linalg.overlapped_linear``."""
 
     @staticmethod
     def forward(

@@ -8,8 +8,8 @@ second mechanism. Shared tokens are made outside the caller's modes. There are f
     leaf       of a parameter or another leaf that requires grad; never shared
     orphan     shared by all results that require grad but depend on no tensor that this rank sent
     transfer   made by a transfer between meshes (``disttensor.tensor.reshard``): a backward that
-               reaches it receives the gradient of the tensor that this rank sent. Results carry on
-               the transfer token of their arguments; several are joined
+               reaches it receives the gradient of the tensor that this rank sent. A result has the
+               transfer token of its arguments; several are joined
 
 So the graph of tokens holds the dependencies across all stages. Autograd runs nodes in the reverse
 order of their creation, so it runs the transfers of the backward in one order on all ranks.

@@ -1,7 +1,7 @@
 """Saves in the background, of all Checkpointers of this process.
 
-They share one communicator, so they run one after another, in the order in which the program began
-them: that order is the same on all ranks.
+They share one communicator, so they run one after another, in the order in which the program
+started them. The order is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _writing: list[tuple[Path, threading.Thread]] = []  # the oldest first
 
 @contextlib.contextmanager
 def in_turn() -> Iterator[None]:
-    """Calls of Checkpointers in several threads follow each other."""
+    """Lets only one thread at a time call Checkpointers."""
     with _calling:
         yield
 
@@ -38,8 +38,8 @@ def start(folder: Path, job: Callable[[], None]) -> threading.Thread:
 
 
 def wait(folder: Path) -> None:
-    """Waits until no job writes into ``folder``: a new save removes what an unfinished one left,
-    and a finished one removes old checkpoints."""
+    """Waits until no job writes into ``folder``: a new save removes the files of an unfinished
+    save, and a finished save removes old checkpoints."""
     for other, thread in list(_writing):
         if other == folder.resolve():
             thread.join()

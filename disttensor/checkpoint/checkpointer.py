@@ -72,7 +72,7 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None  # of the writer, the same on all ranks
         self._memory: dict[Any, torch.Tensor] = {}  # copies of the save before
-        self._planned: tuple[Any, Any] = None, None  # for which tensors, and their plans
+        self._planned: tuple[Any, Any] = None, None  # the tensors of the last plan, and the plan
 
     def steps(self) -> list[int]:
         """Returns the steps of the complete checkpoints, the newest last."""
@@ -190,7 +190,7 @@ class Checkpointer:
 
     def _wait(self) -> None:
         self.wait()
-        writer.wait(self.folder)  # of other objects, which raise its errors themselves
+        writer.wait(self.folder)  # of other Checkpointers, which raise the errors themselves
 
     def _find(self, step: int | None) -> Path | None:
         found = [s for s in folder.complete(self.folder) if step is None or s.step == step]

@@ -1,4 +1,4 @@
-"""Hugging Face's files: safetensors, of which any part can be read and written at its place.
+"""Reads and writes parts of safetensors files, the format of Hugging Face.
 
 A file is the length of a header (8 bytes), the header in JSON (name -> dtype, shape, where its
 bytes begin and end), and the bytes.

@@ -144,7 +144,7 @@ def _plain(name: str, saved: Tensor) -> Tensor:
 
 
 def check_loadable(key: str, tree: Any) -> None:
-    """Raises TypeError for a value that ``torch.load(weights_only=True)`` will not make again."""
+    """Raises TypeError for a value that ``torch.load(weights_only=True)`` cannot load."""
     shell = _fill(tree, key, {}, lambda name, x: None)
     data = io.BytesIO()
     try:
@@ -277,8 +277,8 @@ def _group_of(key: str, group: list[str], group_of: Any, options: list[Any]) -> 
 
 
 def _state_like(p: Tensor, now: Mapping[str, Any]) -> Target:
-    """Makes the state of parameter p, if it has none yet: it lies as p does where it has its
-    shape."""
+    """Makes the state of parameter p, if it has none yet. State of the shape of p gets the layout
+    of p."""
 
     def make(name: str, saved: Tensor) -> Tensor:
         old = now.get(name.rpartition(".")[2])

@@ -1,6 +1,6 @@
-"""torch.distributed.checkpoint as the checkpointer uses it: its plans and its files, written with a
-sum and synced, and read without running what a file says. Imported when first used: torch takes
-long to load it."""
+"""Plans, writes and reads the files of torch.distributed.checkpoint. Files are written with a
+checksum and synced to the disk; reading runs no code from a file. This module is imported when
+first used, because torch takes long to import."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Staged(DefaultSavePlanner):
     def resolve_data(self, write_item: WriteItem) -> Any:
         found = self.copies.get(write_item.index)
         data: Any = super().resolve_data(write_item) if found is None else found
-        return data.contiguous()  # the reader counts on it
+        return data.contiguous()  # the reader expects it
 
 
 _CLASSES = {
@@ -115,7 +115,8 @@ class _Names(pickle.Unpickler):
 
 
 class Reader(FileSystemReader):
-    """Reads without unpickling more than names, and tensors without a copy of them in between."""
+    """Reads a checkpoint: unpickles only names, and copies tensors directly from the file to their
+    place."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         with open(Path(self.path, ".metadata"), "rb") as file:
@@ -148,8 +149,8 @@ class Reader(FileSystemReader):
         return self.storage_data[item.storage_index]
 
     def _saved(self, item: ReadItem, memory: mmap.mmap) -> torch.Tensor:
-        """Returns the tensor in the file itself, where ``torch.save`` has put its bytes: an entry
-        of a zip archive, not compressed."""
+        """Returns the tensor as a view of the file, in which ``torch.save`` has written its bytes
+        uncompressed, as an entry of a zip archive."""
         index, info = item.storage_index, self._info(item)
         dtype, shape = self.pieces[index.fqn, index.offset]
         if not shape.numel():

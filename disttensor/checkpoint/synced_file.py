@@ -1,4 +1,4 @@
-"""Files that are on the disk when they are closed, and their sums."""
+"""Files that are synced to the disk when they are closed, and their checksums."""
 
 from __future__ import annotations
 

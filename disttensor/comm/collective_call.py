@@ -101,6 +101,7 @@ def start(
             raise call_error(kind, group, error) from error
         return finish()
 
-    # On an accelerator the moment of the end depends on the rank, and so would the order of the
-    # collectives of a program that asks for it: NCCL needs one order.
+    # On an accelerator the Work does not report whether it is done: the answer would differ between
+    # ranks, and so would the order of the collectives of a program that acts on it. NCCL needs one
+    # order.
     return Work(end, work.is_completed if sent.is_cpu else None, into)

@@ -74,7 +74,7 @@ class CallSignature:
         return f"{self.words()} ({self.where})"
 
 
-# Calls recorded since the last step: each entry has a Call in its attribute ``call``.
+# Calls recorded since the last step: each entry has a CallSignature in its attribute ``call``.
 CALLS: deque[Any] = deque(maxlen=_KEPT)
 record_call: Callable[[Any], None] = CALLS.append
 call_when_cleared(CALLS.clear, received=True)
@@ -128,7 +128,7 @@ def _is_compared(mesh: Any) -> bool:
 
 @cached(4096)
 def _entry(what: str, spec: Any, place: Place) -> CallSignature:
-    """Returns the Call of a line that does this; cached."""
+    """Returns the entry of a call with this description; cached."""
     return CallSignature(lambda: f"{what} {spec!r}", spec.mesh, 2, show_place(place))
 
 

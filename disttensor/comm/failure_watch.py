@@ -1,13 +1,13 @@
-"""Adds to an error of a failed collective or message which rank failed first, or where the others
-are.
+"""Adds to the error of a failed collective or message which rank failed first, or which line each
+rank has reached.
 
 A waiting rank sees only that a neighbour is gone, and the neighbour may have waited itself. So the
 first failing rank posts its error to the store of the process group. A killed rank posts nothing;
 the first rank that misses it posts its number. If all ranks live, each reports the line that its
 program has reached.
 
-A watcher thread posts to the store that this rank lives, reads the posts of other ranks, and
-answers for a program that waits. It has its own connection to the store, used once a second and for
+A watcher thread posts to the store that this rank lives, reads the posts of other ranks, and posts
+the line of a program that waits. It has its own connection to the store, used once a second and for
 posts of the program. The program never waits for a heartbeat, so a slow rank raises no alarm.
 """
 

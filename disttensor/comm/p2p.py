@@ -120,8 +120,8 @@ _abandons: ContextVar[bool] = ContextVar("abandons", default=False)
 
 @contextlib.contextmanager
 def abandon_receives() -> Iterator[None]:
-    """Lets no destroyed ReceiveWork wait within the block: its sender has failed, so the message
-    may never arrive. Its buffer is kept until the process group is destroyed."""
+    """Makes a ReceiveWork that is destroyed within the block not wait: its sender has failed, so
+    the message may never arrive. Its buffer is kept until the process group is destroyed."""
     token = _abandons.set(True)
     try:
         yield

@@ -94,7 +94,7 @@ def grad_bucket_of(
     dtype: torch.dtype,
 ) -> GradBucket:
     """Returns the bucket with the places of these tensors, in this order; a new bucket if they have
-    other places. Tensors without a Place, at the end, have a place in this bucket only."""
+    other places. Tensors without a GradMemory, at the end, have a place in this bucket only."""
     bucket = places[0].bucket
     if (
         bucket is None

@@ -48,8 +48,8 @@ def backends() -> str:
 
 
 def backend_name(group: Any, device: torch.device) -> str:
-    """Returns the backend of a group, which decides how collectives are made; for a fake group, the
-    backend that it stands for."""
+    """Returns the backend of a group, which decides how collectives run; for a fake group, the
+    backend that it imitates."""
     name = backend_of(group, device).name()
     return current_runtime().stands_for if name == "fake" else name
 
@@ -153,8 +153,8 @@ def missing_ranks(
     store: Any, place: str, rank: int, ranks: Sequence[int], seconds: float,
     ends: Callable[[], bool] = lambda: False,
 ) -> list[int]:  # fmt: skip
-    """Waits until all ``ranks`` have come to ``place``, a prefix of keys, by this call. Returns the
-    ranks that have not come within ``seconds``, or when ``ends()`` is true."""
+    """Waits until all ``ranks`` have made this call with the same ``place``, a prefix of keys.
+    Returns the ranks that have not done so within ``seconds``, or when ``ends()`` is true."""
     store.set(f"{place}/{rank}", "")
     if store.add(f"{place}/count", 1) == len(ranks):
         store.set(f"{place}/all", "")

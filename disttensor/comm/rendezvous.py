@@ -50,7 +50,7 @@ def create_groups(
                 f"create_groups: ranks {list(ranks)} of mesh axes {'+'.join(axes)} are not "
                 f"different ranks of the world, which has ranks 0 to {size - 1}"
             )
-        if len(ranks) > 1:  # any of several names for the same ranks will do
+        if len(ranks) > 1:  # the same ranks may have several names: one is enough
             names[key] = min(tuple(axes), names.get(key, tuple(axes)))
     if size == 1:
         return

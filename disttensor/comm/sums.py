@@ -1,7 +1,7 @@
 """Sums many tensors over a group: large tensors in their own memory, all others in one flat buffer
 that is kept from step to step (``disttensor.comm.places``).
 
-The sizes that decide are known to all ranks. A large tensor is summed in place if only the caller
+All ranks know the sizes that decide this. A large tensor is summed in place if only the caller
 holds it. If other code holds the tensor or a view of it, a copy is summed instead.
 """
 
@@ -137,6 +137,6 @@ def _is_free(pieces: list[Tensor], i: int, dtype: torch.dtype, held: int, is_gra
 
 
 def _known(held: int, is_grad: bool) -> tuple[int, int, int]:
-    """Returns the users of a piece of which only the ``held`` known references exist."""
+    """Returns the users of a piece if only the ``held`` known references to it exist."""
     references, owners, storage = LENT if is_grad else FREE
     return references + held, owners, storage

@@ -28,7 +28,7 @@ def dense(x: Tensor) -> Tensor:
     """Returns x detached, contiguous and in memory, with conjugation and negation applied."""
     if x.requires_grad:
         x = x.detach()
-    if x._is_zerotensor():  # zeros of some gradients (of torch.sgn), which have no memory
+    if x._is_zerotensor():  # some gradients (of torch.sgn) are zeros without memory
         return torch.zeros_like(x, memory_format=torch.contiguous_format)
     if x.is_neg() or x.is_conj():
         x = x.resolve_conj().resolve_neg()
@@ -104,7 +104,8 @@ def encode(x: Tensor, op: str) -> tuple[Tensor, Callable[[Tensor], Tensor] | Non
 
 
 def factors(op: str, n: int, dtype: torch.dtype) -> tuple[float, float]:
-    """Returns factors before and after a sum over n ranks that make it the ``op`` ("sum" or "avg").
+    """Returns the factors to apply before and after a sum over n ranks, so that the result is the
+    ``op`` ("sum" or "avg").
 
     fp16 overflows above 65504 and flushes to zero below 2**-24. So a sum over n ranks is scaled by
     2**-k before, the power of two near 1/sqrt(n), and by the remaining factor after. Partial sums

@@ -24,7 +24,8 @@ class _Questions:
     __slots__ = ()
 
     def is_shard(self, dim: int | None = None) -> bool:
-        """Returns True for ``Shard`` (of this dim), False for ``Balanced``: it has other rows."""
+        """Returns True for ``Shard`` (of this dim), and False for ``Balanced``, whose pieces have
+        other rows."""
         return type(self) is Shard and dim in (None, self.dim)
 
     def is_replicate(self) -> bool:
@@ -99,7 +100,8 @@ class Replicate(_Questions):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Partial(_Questions):
-    """The value is the elementwise ``reduce_op`` over the ranks of the mesh axis, not done yet.
+    """The value is the elementwise ``reduce_op`` over the ranks of the mesh axis, which is still
+    pending.
 
     >>> x = dt.shard_tensor(torch.ones(3), mesh, [dt.Replicate(), dt.Partial("sum")])
     >>> x.partial_status, x.sum().item()

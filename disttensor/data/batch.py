@@ -165,7 +165,8 @@ class BatchFormat:
 
 @dataclass(frozen=True)
 class Placed:
-    """Makes the DistTensors of a batch of so many samples, of which this rank has ``rows``."""
+    """Makes the DistTensors of a batch with this number of samples, of which this rank has
+    ``rows``."""
 
     places: dict[Any, Places]
     tensors: dict[Path, Tensor]
@@ -193,7 +194,7 @@ class Placed:
             return execute.off_mesh_leaf(spec)
         if x.summand:
             local = self.tensors.get(path)
-            if local is None:  # no sample came to this rank
+            if local is None:  # this rank has no sample
                 local = torch.full(shape, _EMPTY[spec.layout.partial[0][1]](x.dtype), dtype=x.dtype)
             return wrap(local.to(mesh.device), spec)
         box = spec.local_box

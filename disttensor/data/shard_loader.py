@@ -72,7 +72,7 @@ class ShardedLoader:
             batch_sampler=self.pieces, collate_fn=_Collate(loader.collate_fn), **kept
         )
         self.samples = 0  # given in this epoch
-        self.began: list[Tensor] | None = None  # the generators when it began
+        self.began: list[Tensor] | None = None  # the states of the generators at its begin
         self.resumed = False
 
     def __len__(self) -> int:
@@ -89,7 +89,7 @@ class ShardedLoader:
             self.samples = 0
         self.began = [generator.get_state() for generator in generators]
         self.pieces.skip = self.samples
-        batches = iter(self.local)  # draws the seed of the workers, and then
+        batches = iter(self.local)  # draws the seed of the workers first, and then
         self.pieces.start()  # the sampler draws the seed of the order, as in one process
         if self.resumed:  # the script's own random numbers continue
             torch.set_rng_state(before)
@@ -117,7 +117,8 @@ class ShardedLoader:
 
 
 class _Epoch(Iterator[Any]):
-    """The batches of one epoch. As in torch, ``next`` goes on behind a batch that raised."""
+    """The batches of one epoch. As in torch, ``next`` continues after a batch that raised an
+    error."""
 
     def __init__(self, of: ShardedLoader, batches: Iterator[Any]) -> None:
         self.of, self.batches, self.number, self.ended = of, batches, 0, False
@@ -209,7 +210,8 @@ class _Pieces:
 
 
 class _Collate:
-    """``collate``, or None of no samples. A class, which workers can unpickle."""
+    """Calls ``collate``, or returns None if there is no sample. It is a class so that workers can
+    unpickle it."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate

@@ -49,7 +49,7 @@ CONSTANT = Read(ReadKind.CONSTANT)
 
 
 class Origin(Enum):
-    """How a use of the result is made that varies over other axes."""
+    """How the result is made again for a use that varies over other axes."""
 
     NONE = 0
     VIEW = 1  # the same view of a use of the first argument

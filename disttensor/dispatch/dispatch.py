@@ -40,8 +40,8 @@ INTERCEPTORS: list[Function] = []
 def dispatch(
     cls: type, func: Function, types: Any, args: Sequence[Any] = (), kwargs: Any = None
 ) -> Any:
-    """Implements ``DistTensor.__torch_function__``. One and two arguments are spelled out for
-    speed: most calls have so many."""
+    """Implements ``DistTensor.__torch_function__``. Calls with one or two arguments, the most
+    frequent ones, have their own code for speed."""
     if INTERCEPTORS and TRACERS.names:
         return INTERCEPTORS[0](func, args, kwargs or {})
     try:
@@ -142,7 +142,7 @@ def plan_of(
     func: Function, args: Sequence[Any], kwargs: dict[str, Any], key: Any = None,
     valued: bool = False,
 ) -> Planned:  # fmt: skip
-    """Plans calls like this one, unseen by function modes. ``key``: the key of the call, if it has
+    """Plans calls like this one, outside of function modes. ``key``: the key of the call, if it has
     one; ``valued``: the plan may depend on the values of floats."""
     with outside_function_modes():
         return _plan_of(func, args, kwargs, key, valued)
@@ -181,7 +181,7 @@ def _plan_of(
 
 
 def run_handler(planned: PythonCall, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Runs a call that is answered by a function of its own."""
+    """Runs the handler of a call."""
     return HANDLERS[planned.func](*args, **kwargs)
 
 

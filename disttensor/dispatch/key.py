@@ -88,8 +88,8 @@ def likeness(key: Any) -> Any:
 
 
 def of_no_mesh(func: Any, key: Any) -> bool:
-    """Returns True if the key of a call of ``func`` contains DistSpecs and constants only. Values
-    that depend on all of the key but its meshes may outlive the meshes."""
+    """Returns True if the key of a call of ``func`` contains DistSpecs and constants only. A value
+    that depends on such a key, but not on its meshes, may be kept longer than the meshes."""
     return all(
         of_no_mesh(func, p) if type(p) is tuple
         else type(p) in _CONSTANT or isinstance(p, type) or p is func

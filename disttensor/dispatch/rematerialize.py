@@ -1,5 +1,5 @@
-"""Recomputes a cheap result for another use instead of moving it: each set of axes over which its
-uses vary has its own value in the graph."""
+"""Recomputes a cheap result for uses that vary over other axes, instead of communicating. The graph
+then contains one value for each set of axes."""
 
 from __future__ import annotations
 

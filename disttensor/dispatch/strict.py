@@ -1,4 +1,5 @@
-"""strict: forbids implicit communication and fallbacks; and warns once per fallback otherwise."""
+"""strict: forbids implicit communication and fallbacks. Outside of it, each function that falls
+back warns once."""
 
 from __future__ import annotations
 

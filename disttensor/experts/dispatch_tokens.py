@@ -1,4 +1,4 @@
-"""dispatch_tokens and combine_tokens: the tokens of a mixture of experts, to their experts and
+"""dispatch_tokens and combine_tokens: send the tokens of a mixture of experts to their experts and
 back."""
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ class Stage(NamedTuple):
 
 
 class DispatchedTokens:
-    """Tokens with the experts that they go to, and what is done there. See ``dispatch_tokens``.
+    """Tokens, the experts that they are sent to, and the functions of these experts. See
+    ``dispatch_tokens``.
 
-    Kept as an attribute of a module it is what ``expert_load`` finds, after ``combine_tokens``.
+    If it is an attribute of a module, ``expert_load`` counts its tokens, after ``combine_tokens``.
     """
 
     def __init__(self, tokens: Any, indices: Any, num_experts: int) -> None:
         self.tokens, self.indices, self.num_experts = tokens, indices, num_experts
         self.stages: list[Stage] = []
-        self.owner: DistSpec | None = None  # of the first parameter: who has which expert
+        self.owner: DistSpec | None = None  # of the first parameter: which rank has which expert
 
     def apply(self, fn: Callable[..., Tensor], *parameters: Any) -> DispatchedTokens:
         """Sets the function of the experts: each rank calls ``fn(rows, counts, *parameters)``
@@ -53,8 +54,8 @@ class DispatchedTokens:
 
 
 class _Experts:
-    """The stages as one function. All are one constant to the dispatcher: a plan does not depend on
-    what they do; and it forgets them after the call."""
+    """The stages as one function. All such functions are equal, because the plan of a call does not
+    depend on them."""
 
     untraceable = "it sends tokens to experts by functions of one call (dispatch_tokens)"
 
@@ -67,7 +68,7 @@ class _Experts:
     def __hash__(self) -> int:
         return hash(_Experts)
 
-    def __repr__(self) -> str:  # ranks compare calls by their words
+    def __repr__(self) -> str:  # in the text of the call that ranks compare
         return "experts"
 
     def __call__(self, rows: Tensor, counts: list[int], *parameters: Tensor) -> Tensor:
@@ -89,7 +90,7 @@ class _Experts:
         wanting = [x for x in (given, *parameters) if x.requires_grad]
         if not wanting or not torch.is_grad_enabled():
             return out
-        if not out.requires_grad:  # it did nothing with them, as where there is no row
+        if not out.requires_grad:  # no stage used them, for example without rows
             out = out + wanting[0][:0].sum()
         return tie_outputs([out], wanting)[0]
 

@@ -1,5 +1,5 @@
-"""expert_load: how evenly the tokens of the last forward went to experts, and to the ranks that
-have them."""
+"""expert_load: how evenly the tokens of the last forward were distributed to experts, and to the
+ranks that have these experts."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from disttensor.tensor.dist_tensor import DistTensor, wrap
 
 
 class LayerLoad(NamedTuple):
-    """``experts[i]``: tokens that came to expert i; ``parts[j]``: to all experts of the j-th part,
-    as the mesh splits them (one, where it does not). ``busiest``: the largest part over the mean,
-    which is 1.0 where the load is even."""
+    """``experts[i]``: the number of tokens of expert i. ``parts[j]``: of all experts of the j-th
+    part, as the mesh splits them; one part if it does not. ``busiest``: the largest part over the
+    mean, which is 1.0 if the load is even."""
 
     name: str
     experts: tuple[int, ...]
@@ -90,7 +90,7 @@ def _mixtures(
     """Returns (name, last dispatched tokens, mesh), the same on all ranks."""
     for name, module in model.named_modules():
         forward = module.__dict__.get("forward")
-        forward = getattr(forward, "experts", forward)  # of a module that is computed again
+        forward = getattr(forward, "experts", forward)  # of a module that is recomputed
         if isinstance(forward, ExpertsForward):
             first = next(module.parameters())
             mesh = first.spec.mesh if isinstance(first, DistTensor) else None

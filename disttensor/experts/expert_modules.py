@@ -1,10 +1,10 @@
 """Modules of transformers that hold all experts of a layer in a few tensors, run by
 ``dispatch_tokens``.
 
-Their class is made by transformers' ``use_experts_implementation``, which says in attributes how
-the tensors are laid out; by these a module is known, whatever its class is. Which of its
-implementations a configuration names (eager, batched_mm, grouped_mm) makes no difference here: they
-compute the same.
+The decorator ``use_experts_implementation`` of transformers makes their class. It sets attributes
+that describe the layout of the tensors; these attributes identify such a module, whatever its class
+is. The implementation that a configuration names (eager, batched_mm, grouped_mm) is ignored,
+because all compute the same.
 """
 
 from __future__ import annotations

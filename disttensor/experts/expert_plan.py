@@ -40,9 +40,9 @@ def experts(
     names only the parameters of experts; ``plan | other`` joins it to another plan.
 
     Experts are the parameters [experts, ...] of a module with ``num_experts``, or called experts,
-    that holds a matrix for each. Without ``mesh`` the axis is taken for the last one. Experts that
-    the axis does not divide are dealt out as torch.chunk does. Raises ValueError where there is no
-    such module, where the ranks are more than the experts, and for a name without a mesh.
+    that holds a matrix for each. Without ``mesh`` the axis is assumed to be the last one. If the
+    axis does not divide the number of experts, they are split like torch.chunk. Raises ValueError
+    if there is no such module, if there are more ranks than experts, and for a name without a mesh.
 
     >>> class Experts(torch.nn.Module):
     ...     def __init__(self):

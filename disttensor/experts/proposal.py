@@ -1,4 +1,4 @@
-"""The result of the functions of ``dt.plans``: a proposed plan."""
+"""A proposed plan, the result of the functions of ``dt.plans``."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class Engine:
         self.param_ids = {id(p.sharded_param) for s in self.segments for p in s.params}
         self.accumulation = Accumulation(partial(self._reduce, ONLY))
         _ENGINES.append(weakref.ref(self))
-        if _starts not in callbacks.before_start:  # not before: it costs each backward
+        if _starts not in callbacks.before_start:  # only now: it slows each backward
             callbacks.before_start.append(_starts)
         weakref.finalize(self, buffers.clear).atexit = False
         self.uncopied = [s for s in self.segments if not s.copied]  # nothing to gather
@@ -157,9 +157,10 @@ class Engine:
 
     @unseen
     def _is_read(self, segment: Segment, module: nn.Module, args: Any) -> None:
-        """Begins the forward before hooks that bring parameters to the mesh of another stage: such
-        parameters must be unsharded. On each rank the forwards of a segment end at other times,
-        also while this module waits for its arguments, as schedules switch micro-batches."""
+        """Begins the forward before the hooks that bring parameters to the mesh of another stage,
+        because these parameters must be unsharded. The forwards of a segment end at different times
+        on different ranks, also while this module waits for its arguments, because schedules switch
+        micro-batches."""
         self._show(segment, current_backward() != -1)
         self._runs(segment, module)
 
@@ -458,7 +459,8 @@ def flush(params: Sequence[Any]) -> None:
 
 @unseen
 def _starts(node: Any) -> None:
-    """Follows a call of autograd from a node at which it may have started."""
+    """Registers the hooks of segments in the graph of a call of autograd that may have started at
+    ``node``."""
     copied = [s.forward for engine in engines() for s in engine.segments if s.copied]
     if copied:
         follow(node, copied)

@@ -40,10 +40,11 @@ class SegmentId:
 
 
 class ModuleNode:
-    """A place of a module. Its second place is a leaf with all parameters of the module."""
+    """A place of a module in the tree. The second place of a module is a leaf with all its
+    parameters."""
 
     segment: SegmentId
-    cover: ModuleNode  # runs, and needs the parameters of this one
+    cover: ModuleNode  # the node whose forward needs the parameters of this node
     repeated: bool  # the module has an earlier node
 
     def __init__(self, module: nn.Module, name: str, parent: ModuleNode | None, index: int) -> None:

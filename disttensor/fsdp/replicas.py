@@ -16,7 +16,7 @@ from disttensor.core.placement import Replicate
 from disttensor.core.spec import DistSpec
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 
-_FLAT = 1 << 28  # bytes of one broadcast: more would only need more memory
+_FLAT = 1 << 28  # bytes of one broadcast: a larger one only needs more memory
 _SHOWN = 20  # most tensors that an error names
 
 

@@ -185,7 +185,8 @@ def segments_of(
 
 
 def _units(nodes: list[ModuleNode], fits: Callable[[ModuleNode], bool]) -> Iterator[ModuleNode]:
-    """Yields the largest modules that run and ``fits``; the rest goes to its runner's segment."""
+    """Yields the largest modules that run and ``fits``; other parameters go to the segment of their
+    runner."""
     index = 0
     while index < len(nodes):
         node = nodes[index]

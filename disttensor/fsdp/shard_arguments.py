@@ -1,4 +1,4 @@
-"""The checks of the arguments of shard_data_parallel, before it changes anything."""
+"""Checks the arguments of shard_data_parallel, before anything is changed."""
 
 from __future__ import annotations
 

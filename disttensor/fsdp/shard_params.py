@@ -1,4 +1,4 @@
-"""The parameters of a module, put on its mesh and split over the shard axis, in place."""
+"""Puts the parameters of a module on its mesh and splits them over the shard axis, in place."""
 
 from __future__ import annotations
 

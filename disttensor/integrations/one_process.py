@@ -117,9 +117,8 @@ def _environment(added: dict[str, str]) -> Iterator[None]:
 
 
 def _accelerate(first: bool, state: Any) -> Undo:
-    """Drops the state of accelerate, which determines the number of processes once and shares it
-    with all its objects. ``process_index`` stays 0 on all ranks: it also numbers the parts of a
-    batch."""
+    """Drops the state of accelerate, which is determined once and shared by all its objects.
+    ``process_index`` stays 0 on all ranks: it also numbers the parts of a batch."""
     shared = [kind._shared_state for kind in (state.PartialState, state.AcceleratorState)]
     before = [dict(values) for values in shared]
     for values in shared:

@@ -42,7 +42,7 @@ class Forked:
         if self._code is None:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
-            except ChildProcessError:  # other code has waited for all processes
+            except ChildProcessError:  # other code has already waited for this process
                 pid, status = self.pid, 0
             self._code = os.waitstatus_to_exitcode(status) if pid else None
         return self._code
@@ -102,7 +102,7 @@ class Children:
         return [r for r in self.processes if r not in self.results and r not in failed]
 
     def receive(self, seconds: float) -> list[int]:
-        """Receives reports until all are there, or a rank has failed, or the time is over. Returns
+        """Receives reports until all have arrived, a rank has failed, or the time is over. Returns
         the missing ranks."""
         end, failed = time.monotonic() + seconds, len(self.failures)
         while (missing := self.missing) and len(self.failures) == failed:

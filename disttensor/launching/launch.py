@@ -80,7 +80,7 @@ def launch(
     try:
         for rank in range(size):
             there = children.start(rank, functools.partial(start, rank))
-            if there is not None:  # this is the fork
+            if there is not None:  # this process is the fork
                 run_rank(rank, size, parent, there, fn, args)
         children.meet()
         missing = children.receive(math.inf if timeout is None else timeout)

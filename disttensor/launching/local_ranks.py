@@ -163,16 +163,16 @@ def _close_groups() -> None:
 
 
 def _join_world() -> None:
-    """Joins the other ranks, which come at once, and waits for them without a limit later."""
+    """Joins the other ranks, which arrive soon. Later waits for them have no time limit."""
     join_world(timeout=MEETING)
     limit = timedelta(seconds=FOREVER)
     set_timeout(limit, default_group())
     default_store().set_timeout(limit)
-    failure_watch.watch()  # a rank that ends before it makes a mesh is missed
+    failure_watch.watch()  # other ranks notice a rank that ends before it makes a mesh
 
 
 def _go_on(self: pdb.Pdb, *args: object, **kwargs: object) -> None:
-    """Stands for the prompt of a debugger in a fork."""
+    """Replaces the prompt of a debugger in a fork: continues."""
     self.set_continue()
 
 

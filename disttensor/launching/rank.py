@@ -53,7 +53,7 @@ def environment(rank: int, size: int, port: int) -> dict[str, str]:
         "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
     }  # fmt: skip
     for _, name in socket.if_nameindex():
-        if name in ("lo", "lo0"):  # gloo does not look up the name of the host then
+        if name in ("lo", "lo0"):  # so gloo does not look up the name of the host
             values["GLOO_SOCKET_IFNAME"] = name
     return values
 
@@ -66,7 +66,7 @@ def become_rank(rank: int, size: int, parent: int, connection: Connection) -> No
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     vars(sys).pop("last_value", None)  # an earlier error of the parent
     torch.set_num_threads(1)  # the threads of OpenMP do not survive a fork
-    if not isinstance(sys.stdout, io.TextIOWrapper):  # a notebook, which shows each write
+    if not isinstance(sys.stdout, io.TextIOWrapper):  # in a notebook, which shows each write
         sys.stdout, sys.stderr = Lines(sys.stdout), Lines(sys.stderr)
     os.environ.update(environment(rank, size, connection.recv()))
 

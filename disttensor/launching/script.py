@@ -24,7 +24,7 @@ PATIENCE = 3.0  # seconds that a symptom waits, so that the cause is the first e
 
 
 def end_with_parent(parent: int) -> None:
-    """Ends this process soon after its parent, whose process id is ``parent``, however that one
+    """Ends this process soon after its parent, whose process id is ``parent``, however the parent
     ends."""
 
     def watch() -> None:

@@ -5,9 +5,9 @@ These tensors are on torch's ``meta`` device if that suffices, as its kernels ar
 are used if that raises an error, or if the result may depend on the device, on data or on autocast.
 They take several times as long and import torch's compiler.
 
-Ranks off a mesh know a call by this alone. It finds shapes and dtypes, the arguments on which each
-result depends (for gradients) and whose memory it shares, and whether the call draws random
-numbers, which all ranks count.
+A rank off the mesh has no other information about a call. The run finds shapes and dtypes, the
+arguments on which each result depends (for gradients), the arguments whose memory it shares, and
+whether the call draws random numbers, which all ranks count.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _is_torch(func: Any) -> bool:
 
 
 def _around() -> tuple[Any, ...]:
-    """Returns other state on which dtypes depend."""
+    """Returns state outside of a call on which dtypes depend."""
     casts = [
         torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         for kind in ("cpu", "cuda")
@@ -135,7 +135,7 @@ def _find(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
     tensors = collect((tuple(args), kwargs), [])
     every = [i for i, t in enumerate(tensors) if t.dtype.is_floating_point or t.dtype.is_complex]
     if _on_meta(func, args, kwargs, tensors):
-        with suppress(Exception):  # no such kernel, or an error: fakes say which
+        with suppress(Exception):  # no such kernel, or an error: fakes show which
             known = _run(func, args, kwargs, every, on_meta=True)
             if not known.draws:  # the device decides which kernels draw
                 return known
@@ -172,8 +172,8 @@ def _on_meta(
 
 
 def _makes_nothing(func: Any) -> bool:
-    """Returns True if it makes tensors from its arguments alone. Python functions of torch may make
-    some on the default device, and draw there, as ``nn.init`` does."""
+    """Returns True if ``func`` makes tensors from its arguments alone. Python functions of torch
+    may make some on the default device, and draw there, as ``nn.init`` does."""
     if isinstance(func, FunctionType):
         return func.__module__ == "torch.nn.functional"
     return _is_torch(func)

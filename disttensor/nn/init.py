@@ -1,7 +1,7 @@
-"""The two functions of torch.nn.init that would draw other numbers on DistTensors than in one
-process: ``disttensor.patches`` puts these in their place.
+"""Replacements of two functions of torch.nn.init that would draw other numbers on DistTensors than
+in one process. ``disttensor.patches`` installs them.
 
-The others run as torch wrote them.
+All other functions of torch.nn.init run unchanged.
 """
 
 from __future__ import annotations

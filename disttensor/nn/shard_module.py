@@ -37,19 +37,20 @@ def shard_module(
 ) -> nn.Module:
     """Converts all parameters and buffers of ``module`` to DistTensors on ``mesh``. Returns it.
 
-    ``plan`` maps names of parameters or of modules (exact, a glob as ``"*.attn.[qkv].weight"``, or
-    a compiled regex) to placements, or names of modules to styles of torch's
-    ``parallelize_module`` (``ColwiseParallel()``), which split over the axis ``"tp"`` or the only
-    one. The first matching entry is used, exact names before patterns. Or ``plan`` is a function
-    (name, module, mesh) that is called for each submodule and shards its tensors with
+    ``plan`` maps names of parameters or modules to placements. A name is exact, a glob as
+    ``"*.attn.[qkv].weight"``, or a compiled regex. A name of a module may also have a style of
+    torch's ``parallelize_module`` (``ColwiseParallel()``), which splits over the axis ``"tp"`` or
+    the only axis. The first matching entry is used, exact names before patterns. Or ``plan`` is a
+    function (name, module, mesh) that is called for each submodule and shards its tensors with
     ``shard_tensor``. Tensors that no entry names are replicated, and so is a 0-d tensor
-    (``num_batches_tracked``) if its entry matches other tensors too. Tied parameters stay tied.
-    On a rank outside the mesh parameters and buffers are metadata only. Tensors on the meta device
-    are materialized shard by shard and initialized by ``init(submodule)``, or without it by
-    ``reset_parameters`` of the submodule, inner modules first, with the same bits as in one
-    process. A frozen tensor of a subclass that implements operators (a quantized weight of torchao)
-    is left unchanged, replicated. Raises ValueError before anything is changed: for such a tensor
-    that requires grad, for a plan that does not fit, and for meta tensors without initialization.
+    (``num_batches_tracked``) if its entry matches other tensors too. Tied parameters stay tied. On
+    a rank off the mesh, parameters and buffers are metadata only. Tensors on the meta device are
+    materialized shard by shard, inner modules first, and have the same bits as in one process.
+    ``init(submodule)`` initializes them, or without ``init`` the ``reset_parameters`` of the
+    submodule. A frozen tensor of a subclass that implements operators (a quantized weight of
+    torchao) stays unchanged and counts as replicated. Raises ValueError before anything is changed:
+    for such a tensor that requires grad, for a plan that does not fit, and for meta tensors without
+    initialization.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
     >>> column, row = [dt.Replicate(), dt.Shard(0)], [dt.Replicate(), dt.Shard(1)]

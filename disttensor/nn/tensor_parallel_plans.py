@@ -15,7 +15,7 @@ from disttensor.experts.expert_plan import expert_tensors
 from disttensor.experts.expert_plan import experts as experts
 from disttensor.experts.proposal import Proposal as Proposal
 
-# How authors name the layers of a transformer. A name counts only where the shapes fit too.
+# Usual names of the layers of a transformer. A name counts only if the shapes fit too.
 QKV = re.compile(
     r"[qkv]|w[qkv]|query|key|value|[qkv]_proj|[qkv]_lin|to_[qkv]|(query|key|value)_proj"
 )
@@ -96,7 +96,7 @@ class _Proposer:
             layer for layer in map(_linear, *zip(*model.named_modules(), strict=True)) if layer
         ]
         self.taken: set[str] = set()
-        # module -> (name from there, layer) of those that lie one or two levels down
+        # module -> (name relative to it, layer) of the layers one or two levels below it
         self.below: dict[str, list[tuple[str, Linear]]] = {}
         for layer in self.linears:
             names = layer.name.split(".")
@@ -145,8 +145,8 @@ class _Proposer:
             )
 
     def _within(self, name: str, depth: int) -> Iterator[tuple[str, Linear]]:
-        """Returns (name from here, layer) of the layers without a role, at most ``depth`` levels
-        down."""
+        """Returns (name relative to the module, layer) of the layers without a role, at most
+        ``depth`` levels below it."""
         for rest, layer in self.below.get(name, ()):
             if layer.name not in self.taken and rest.count(".") < depth:
                 yield rest, layer

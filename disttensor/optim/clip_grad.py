@@ -1,8 +1,8 @@
 """Gradient clipping by one norm over all parameters, whatever their layouts and meshes.
 
-``torch.nn.utils.clip_grad_norm_`` comes here when DistTensors are among the parameters. Each piece
-of a gradient is counted by one of the ranks that hold it, and one small reduction puts the pieces,
-parameters and meshes together.
+``torch.nn.utils.clip_grad_norm_`` calls this module if DistTensors are among the parameters. Each
+piece of a gradient is counted by one of the ranks that hold it, and one small reduction puts the
+pieces, parameters and meshes together.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ def splitting_axes(mesh: ProcessMesh, params: Iterable[Tensor]) -> Axes:
 
 
 def group_of_norm(shares: Shares) -> Group | None:
-    """Returns the group of ranks that must exchange numbers to compute the global ones; None: each
-    rank has them already."""
+    """Returns the group of ranks that must exchange numbers to compute the global norm; None if
+    each rank has all numbers."""
     meshes = [mesh for mesh in shares if mesh is not None]
     if not all_ranks_in(meshes) or None in shares:
         return world_group()
@@ -169,7 +169,7 @@ def _mark(meshes: Sequence[ProcessMesh]) -> int:
 
 
 def _check_alike(alike: bool, meshes: Sequence[ProcessMesh]) -> None:
-    """Raises on all ranks where ``_mark`` differs between them."""
+    """Raises an error on all ranks if ``_mark`` differs between them."""
     if not alike:
         raise RuntimeError(
             f"clip_grad_norm_: the ranks give parameters of different meshes; rank "

@@ -80,7 +80,7 @@ def wrap_unscale_grads(original: Unscale) -> Unscale:
         whole = getattr(self, "_whole_world", False)
         if not ours and not whole:
             return original(self, optimizer, inv_scale, found_inf, allow_fp16)
-        sync_gradients(params)  # a sum may be infinite where no share of it is
+        sync_gradients(params)  # a sum may be infinite although its summands are finite
         found, refused = found_inf.clone(), None
         others = [p for p in params if not isinstance(p, DistTensor)]
         plain = SimpleNamespace(param_groups=[{"params": others}])
@@ -90,7 +90,7 @@ def wrap_unscale_grads(original: Unscale) -> Unscale:
             _unscale_pieces(
                 [p for p in params if isinstance(p, DistTensor)], inv_scale, found, allow_fp16
             )
-        except ValueError as error:  # other ranks may have nothing to refuse, and wait for this one
+        except ValueError as error:  # other ranks may raise no error, and wait for this rank
             refused = error
             found.fill_(1.0)
         group = world_group() if whole else group_of_norm(by_mesh(params))

@@ -1,6 +1,6 @@
-"""Before an optimizer reads its gradients they are reduced.
+"""Reduces gradients before an optimizer reads them.
 
-``disttensor.patches`` hangs these functions into torch's optimizers and modules.
+``disttensor.patches`` registers these functions as hooks of torch's optimizers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def check_fresh(params: Iterable[Any], who: str) -> None:
 
 
 def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-    """Runs before every optimizer step; a closure is followed by its own reduction."""
+    """Runs before every optimizer step. If the step has a closure, gradients are reduced after each
+    call of it too."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     name = type(optimizer).__name__
     check_fresh(params, name)

@@ -1,4 +1,4 @@
-"""Degrees: the sizes of a strategy's axes, and the groups of ranks that follow. Pure numbers."""
+"""Degrees: the sizes of a strategy's axes, and the groups of ranks that follow from them."""
 
 from __future__ import annotations
 

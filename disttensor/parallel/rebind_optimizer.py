@@ -1,4 +1,4 @@
-"""Give an optimizer that was built before its parameters were placed the placed ones."""
+"""Replaces the parameters of an optimizer that was built before they were placed."""
 
 from __future__ import annotations
 

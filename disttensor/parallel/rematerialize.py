@@ -1,4 +1,5 @@
-"""Modules that keep no activations: chosen by name, their forward runs again in the backward."""
+"""Activation recomputation: modules chosen by name keep no activations, and run their forward again
+in the backward."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from disttensor.trace.skip import Skip
 
 
 class Recomputed(InstanceForward):
-    """The forward under torch.utils.checkpoint; of experts, the one that they have in place of
-    their class's."""
+    """Runs the forward of a module under torch.utils.checkpoint; for experts, the forward that
+    replaces the forward of their class."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)

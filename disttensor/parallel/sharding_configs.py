@@ -1,4 +1,4 @@
-"""Sharding configs, a dict of degrees and segments, as fields of a Strategy. Pure."""
+"""Converts sharding configs, a dict of degrees and segments, to fields of a Strategy."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def strategy_fields(configs: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of Strategy for ``configs``. Raises TypeError and ValueError for unknown
     keys, values of another type, and keys that contradict each other.
 
-    ``mp_degree`` and ``pp_degree`` are 1 unless given; ``sharding_degree`` is what the others
-    leave; ``dp_degree`` is 1, and with ``hybrid_dp`` what the others leave.
+    Defaults: ``mp_degree`` and ``pp_degree`` are 1. ``sharding_degree`` is the remaining factor of
+    the world size. ``dp_degree`` is 1, or with ``hybrid_dp`` the remaining factor.
     """
     given = _checked(configs)
     sharding, dp = given.get("sharding_degree"), given.get("dp_degree")

@@ -9,7 +9,8 @@ from disttensor.simulate.kind import names_of
 
 
 def span(part: Range | None) -> str:
-    """Returns ``2:4``; "" for a dim that is not drawn, and dots for None, what is left out."""
+    """Returns ``2:4``; "" for a dim that is not drawn, and dots for None, a range that is left
+    out."""
     return "..." if part is None else "" if part == (0, 0) else f"{part[0]}:{part[1]}"
 
 

@@ -62,9 +62,8 @@ def visualize(
         A Picture of a tensor (``pieces``, ``save(path)``), or a Table of a module (``rows``,
         ``nbytes`` by rank).
 
-    Raises:
-        TypeError: ``x`` is none of these.
-        ValueError: arguments that do not go together; any error of ``shard_module`` and
+    Raises: TypeError: ``x`` is none of these. ValueError: arguments that do not go together; any
+        error of ``shard_module`` and
             ``Strategy.apply``.
 
     >>> print(dt.visualize((8, 6), plan=[dt.Shard(0), dt.Shard(1)], mesh={"dp": 2, "tp": 2}))

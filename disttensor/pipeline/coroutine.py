@@ -71,7 +71,7 @@ class Coroutine:
                 self.result = fn()
         except Abandoned:
             pass
-        except BaseException as error:  # the owner raises it
+        except BaseException as error:  # raised by the owner
             self._error = error
         self.ended = True
 

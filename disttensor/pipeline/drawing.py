@@ -1,4 +1,4 @@
-"""Draws time lines and other pictures as SVG, writes them as .svg or .png, and writes traces for
+"""Draws timelines and other pictures as SVG, writes them as .svg or .png, and writes traces for
 Perfetto and chrome://tracing."""
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def marks(span: float) -> list[float]:
 
 
 def scale(span: float, unit: str) -> tuple[float, str]:
-    """Returns (size, name) of the unit in which ``span`` reads well: s, ms or µs for seconds."""
+    """Returns (size, name) of a readable unit for ``span``: s, ms or µs for seconds."""
     if unit == "s" and 0 < span < 1:
         return (1e-3, "ms") if span >= 1e-3 else (1e-6, "µs")
     return 1, unit

@@ -3,9 +3,9 @@ another micro-batch is computed.
 
 The receives of a program are not known before it runs. But if two micro-batches differ only in the
 numbers in their tensors, the second receives the same messages as the first. So each micro-batch
-posts the receives of the next one; the tags of messages name their micro-batch. If a program
-receives other messages after all, its own rank notices: they have other sizes or places, and are
-received as usual. From then on no receives are posted early.
+posts the receives of the next one; the tags of messages name their micro-batch. If a micro-batch
+receives other messages, its rank detects this by their sizes or places, and receives them as usual.
+From then on no receives are posted early.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class EarlyReceives:
 
     def __init__(self, row: Iterable[Action], running: list[MicroBatch]) -> None:
         firsts = [a.micro_batch for a in row if a.kind == "F" and a.chunk == 0]
-        fits = len({m.channel for m in running}) == len(running)  # else some share a channel
+        fits = len({m.channel for m in running}) == len(running)  # otherwise some share a channel
         self.next = {i: running[j] for i, j in pairwise(firsts)} if fits else {}
         self.kinds = {m.number: kind_of(m.batch) for m in running}
         self.posted: dict[int, list[p2p.Early]] = {}

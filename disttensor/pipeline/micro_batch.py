@@ -104,7 +104,8 @@ class MicroBatch:
         if self.coroutine is not None:
             self.coroutine.abandon()
         self.graph.close()
-        # It and its graph form a cycle: without this, garbage collection would free its memory.
+        # The micro-batch and its graph form a reference cycle, whose memory only the garbage
+        # collector would free.
         self.batch = self.graph = self.coroutine = None  # type: ignore[assignment]
 
     def _run_step(self) -> None:

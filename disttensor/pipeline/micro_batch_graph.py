@@ -95,7 +95,7 @@ class MicroBatchGraph:
         self.visits = [VisitGraph(-1)]
         self.transfers: list[Transfer] = []
         self.first_receives: list[tuple[DistSpec, DistSpec, int]] = []  # of the first visit
-        self.meshes: list[ProcessMesh] = []  # in the order in which the program came to them
+        self.meshes: list[ProcessMesh] = []  # in the order of the first visits
         self.first_return: tuple[ProcessMesh, ProcessMesh] | None = None  # to an earlier mesh
         self._left: set[ProcessMesh] = set()  # meshes that have sent since they received
         self._graph = 0  # the node count (``node_count``) that numbers its graph
@@ -117,8 +117,8 @@ class MicroBatchGraph:
     # Forward: called by disttensor.tensor.reshard -------------------------------------------------
 
     def record_transfer(self, src: ProcessMesh, dst: ProcessMesh, with_grad: bool) -> None:
-        """Records a transfer of the program between two meshes, also if this rank has no part in
-        it. Raises ValueError, before the transfer, for a visit too many or out of order."""
+        """Records a transfer of the program between two meshes, also if this rank takes no part.
+        Raises ValueError, before the transfer, for one visit too many or out of order."""
         if dst in self._left:
             self._counts[dst] += 1
             self._left.discard(dst)

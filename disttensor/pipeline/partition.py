@@ -1,4 +1,5 @@
-"""Finds the layers of a model, and the number of layers of each stage. Changes nothing."""
+"""Finds the layers of a model, and the number of layers of each stage, without changing the
+model."""
 
 from __future__ import annotations
 

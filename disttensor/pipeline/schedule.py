@@ -176,8 +176,8 @@ class Schedule:
     def simulated(
         self, cost: Callable[[int, Action], float], transfer: float = 0.0
     ) -> tuple[list[list[Tick]], list[str]]:
-        """Returns the ticks until no stage can go on, and a line for each stage that has not ended.
-        ``cost``: of an action on a stage; ``transfer``: from one stage to another.
+        """Returns the ticks until no stage can continue, and a line of text for each stage that has
+        not ended. ``cost``: of an action on a stage; ``transfer``: from one stage to another.
 
         Each stage starts its next action as soon as it can, so the times do not depend on the order
         of the loop. The order of each stage must be valid on its own (``wrong_in``).

@@ -1,4 +1,4 @@
-"""Searches a schedule for given costs greedily: the action that can start first starts first.
+"""Searches a schedule for given costs greedily: the action that can start earliest starts first.
 
 Each attempt goes through time once and gives a free stage the action that can start there soonest:
 an I, an F if memory allows it, or a W if no other action could start before the end of the W.

@@ -29,8 +29,8 @@ def one_visit(
 
 
 def groups_of(stages: int, micro_batches: int) -> list[range]:
-    """Returns micro-batches in groups of ``stages``. If that does not divide their number, the
-    groups are larger and nearly equal: smaller groups would idle longer."""
+    """Returns micro-batches in groups of ``stages``. If ``stages`` does not divide their number,
+    the groups are larger and nearly equal: smaller groups would idle longer."""
     number = max(1, micro_batches // stages)
     cuts = [micro_batches * i // number for i in range(number + 1)]
     return [range(start, end) for start, end in pairwise(cuts)]

@@ -38,7 +38,7 @@ class Transfer:
     sent_in: int = -1  # number of the visit, -1 for none
     received_in: int = -1
     grad: Tensor | None = None  # of the received tensor, None until it is computed
-    arrival: Work[Tensor] | None = None  # brings a gradient, or sends it
+    arrival: Work[Tensor] | None = None  # receives the gradient, or sends it
 
     def need_grad(self) -> None:
         """Records that a gradient of the sent tensor will arrive."""

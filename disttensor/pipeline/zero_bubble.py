@@ -151,7 +151,7 @@ def _defer_weights(order: Iterable[Action], by: int) -> list[Action]:
 
 
 def _without(rows: list[list[Action]], micro_batches: int) -> Schedule:
-    """Keeps the first micro-batches: a schedule for more of them is one for fewer."""
+    """Keeps the first micro-batches of a schedule for more of them."""
     return _made([[a for a in row if a.micro_batch < micro_batches] for row in rows], shape="v")
 
 

@@ -3,8 +3,8 @@
 torch's functions that set, read and restore random numbers do the same for DistTensors:
 
     torch.manual_seed(s)         the seed is s, and no call has drawn
-    torch.get_rng_state()        the state has the seed and the count in it (``carry``)
-    torch.set_rng_state(state)   and brings them back; ``fork_rng`` and checkpoints are made of both
+    torch.get_rng_state()        the state contains the seed and the count (``carry``)
+    torch.set_rng_state(state)   restores both; ``fork_rng`` and checkpoints use these two functions
 
 Numbers drawn for regular tensors move torch's generator and not the count, so ranks may draw
 different amounts of them. Methods of ``torch.default_generator`` are not visible to Python code.

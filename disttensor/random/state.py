@@ -1,7 +1,8 @@
 """The policies of random numbers, and the numbers of one call.
 
-The position in the program decides, not the rank: every random call takes the next number of a
-counter that is the same on all ranks (counter.py). Two policies make numbers of it (``rng``):
+Random numbers depend on the position in the program, not on the rank: every random call takes the
+next number of a counter that is the same on all ranks (counter.py). There are two policies
+(``rng``):
 
     "invariant"   numbers by global element index (philox.py): any mesh and placement gives the same
                   bits. The default of factories, initialization and sampling

@@ -1,5 +1,5 @@
-"""In-place changes that are no computation: requires_grad_, detach_, data, set_, and an in-place
-change of shape."""
+"""In-place changes that compute nothing: requires_grad_, detach_, data, set_, and a change of
+shape."""
 
 # mypy: disable-error-code="override"
 

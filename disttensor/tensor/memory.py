@@ -47,8 +47,8 @@ class Address:
         return self.number == (other.number if isinstance(other, Address) else other)
 
     def __lt__(self, other: Any) -> bool:
-        """Orders an Address before any number: a number is the address of other memory (for example
-        of ``x[-1]`` of a split x), so it is no end of a piece."""
+        """Orders an Address before every number: a number is an address in other memory (for
+        example of ``x[-1]`` of a split x), which cannot be the end of a piece."""
         return not isinstance(other, Address) or self.number < other.number
 
     def __hash__(self) -> int:

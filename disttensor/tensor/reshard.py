@@ -46,9 +46,10 @@ def is_local_relabel(src: DistSpec, dst: DistSpec) -> bool:
 
 
 class ReshardKind(NamedTuple):
-    """stays, with_grad: True if a local of the source is a local of the target (with_grad: also one
-    that requires grad; a pending reduction without a gradient, as ``max``, is refused on one rank
-    too). cuts: True if the move splits a dim on an axis that the source is replicated on."""
+    """stays: True if a local of the source is a local of the target. with_grad: the same for a
+    local that requires grad; False for a pending reduction without a gradient, as ``max``, so that
+    it is refused on one rank too. cuts: True if the reshard splits a dim over an axis on which the
+    source is replicated."""
 
     stays: bool
     with_grad: bool
@@ -112,7 +113,7 @@ def reshard_for_use(
 ) -> Tensor:
     """Reshards ``x`` again for a use varying over ``axes``, with the value ``known``: the origin of
     the result of a reshard."""
-    # written to since, perhaps through a view: no longer the value of x
+    # x was written to since, perhaps through a view: ``known`` is an old value
     if version(moved) != made_at:
         return apply_transition(moved, transition_between(dst, (), dst, axes), None)
     read = varying_axes(x, dst, axes)

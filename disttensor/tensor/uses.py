@@ -9,7 +9,7 @@ has another meaning (``disttensor.autograd.grad_types``). ``mode_of`` says how a
     LOCAL     any other tensor, and one with hooks: the local, moved in the graph
 
 Transitions: ``set_origin`` (to DERIVED), ``hook`` (to LOCAL), ``invalidate`` (after a write, from
-DERIVED to LOCAL or LEAF). A tensor has a Uses when it is first needed; until then it has no alias.
+DERIVED to LOCAL or LEAF). A tensor gets its Uses with its first alias.
 """
 
 from __future__ import annotations

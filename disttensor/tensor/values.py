@@ -80,8 +80,8 @@ def _value(x: MeshTensor) -> Tensor:
 
 
 def axes_of_grad(who: str, spec: DistSpec, grad_placements: Any) -> Axes:
-    """Returns the axes over which a use varies whose gradient has these placements. Raises
-    ValueError if there are none."""
+    """Returns the axes over which a use varies if its gradient has these placements. Raises
+    ValueError for placements that no use has."""
     grads = layout_of(grad_placements, spec.ndim, spec.mesh.ndim)
     axes = tuple(a for a, op in grads.partial if op == "sum" and a not in spec.varies)
     if gradient_type(GradType(spec, axes))[0].spec.layout != grads:
@@ -100,9 +100,9 @@ class Values(MeshTensor):
 
         ``grad_axes``: mesh axes (names or numbers) on which the code that follows treats a
         replicated value differently on each rank, so that its gradient is a contribution to be
-        summed. ``grad_placements``: the same as torch's DTensor says it, the placements of the
-        gradient. Raises ValueError for those that do not follow from the placements of the value:
-        Shard for Shard, Replicate for Partial, Replicate or Partial("sum") for Replicate.
+        summed. ``grad_placements``: the same as in torch's DTensor, the placements of the gradient.
+        Allowed are Shard for Shard, Replicate for Partial, and Replicate or Partial("sum") for
+        Replicate; others raise ValueError.
         """
         if grad_placements is not None:
             if grad_axes:

@@ -37,7 +37,7 @@ _DEEP = 8  # depth to which values and functions in each other are followed
 _OURS = frozenset({"torch", "disttensor", "ops", "reshard", "numpy"})
 _STDLIB = os.path.dirname(os.__file__)
 _HOOKS = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
-# Names that code calls of a module or another object without writing them.
+# Methods of a module or another object that code may call without naming them.
 _CALLED = frozenset({"forward", "__call__", "__getattr__", "__getitem__", "__iter__", "__len__"})
 
 
@@ -123,7 +123,7 @@ class CodeGuard:
         return reached
 
     def _value(self, value: Any, depth: int, names: Names) -> None:
-        """Follows a value that code with these ``names`` can reach."""
+        """Follows a value that code with these ``names`` may read."""
         if isinstance(value, Tensor):
             self._tensor(value)
         elif isinstance(value, nn.Module):

@@ -1,10 +1,10 @@
 """OffMeshProgram: the results of a module's forward on a rank off its mesh, and the run on tokens
 that records them.
 
-It is an ordinary run and its results are right in any case. Each input gets a token of its own for
-it, so that the graph of tokens shows which results depend on which inputs. Anything that a skipped
-call would miss, such as a message, an assignment or a read of a regular tensor, is a reason against
-skipping.
+The run is an ordinary one, so its results are right in any case. In this run each input has a token
+of its own, so that the graph of tokens shows which results depend on which inputs. Anything that a
+skipped call would miss, such as a message, an assignment or a read of a regular tensor, is a reason
+against skipping.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``replay``: records the local program of a module or a function once for each kind of call.
 
-A replay sends the same messages as the recorded run, in the same order. If ranks decided
-differently whether they replay, it would do no harm.
+A replay sends the same messages as the recorded run, in the same order. So a rank may replay a call
+that another rank runs eagerly.
 """
 
 from __future__ import annotations

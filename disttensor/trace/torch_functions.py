@@ -64,7 +64,8 @@ def by_spec(func: Any) -> bool:
 
 
 def kind_of(func: Any) -> str:
-    """Returns how a recording treats a function of torch. Attributes come as their getters."""
+    """Returns how a recording treats a function of torch. An attribute is represented by its
+    getter."""
     name = getattr(func, "__name__", "")
     if name in ("__set__", "__delete__"):
         return ASSIGNMENT

@@ -1,6 +1,6 @@
 """Reductions of each tensor of a list to a number: _foreach_norm, _foreach_powsum, _foreach_max.
 
-Pieces are brought together by one all-reduce for all tensors that are split by the same axes.
+One all-reduce combines the pieces of all tensors that are split by the same axes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Groups = dict[Axes, list[int]]
 
 def each_to_number(tensors: Sequence[Arg], reduce: Callable[..., Sequence[Tensor]]) -> Factors:
     """Returns the factors of a reduction of every tensor over all its dims. If some are split,
-    ``reduce`` brings the pieces together; it gets the call and ``by_axes`` before the arguments."""
+    ``reduce`` combines the pieces; it gets the call and ``by_axes`` before the arguments."""
 
     def one(members: Sequence[Arg]) -> Factors:
         dims = tuple(range(members[0].ndim))

@@ -1,8 +1,8 @@
-"""Picking along a dim: select, narrow, index_select, gather and their kin.
+"""Selecting along a dim: select, narrow, index_select, gather and related functions.
 
-Where the dim is split, the owner of a row gives it and the others give zeros (pending sum); the
-input is not moved. The dims of the index pass through. Not so for select and narrow, whose results
-are views: writing to one has to write to the input.
+If the dim is split, the owner of a row returns it and the others return zeros (a pending sum); the
+input is not moved. The dims of the index pass through. For select and narrow the dim is whole:
+their results are views, and a write to a view has to write to the input.
 """
 
 from __future__ import annotations

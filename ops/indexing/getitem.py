@@ -1,7 +1,7 @@
 """Indexing with brackets: ``x[...]`` and ``x[...] = v``.
 
-A dim that is taken whole (``:``) keeps its split. An indexed dim is gathered: its owner alone could
-give a row (as a pending sum, see ops.indexing.gather), but then writing to ``x[0]`` would not write
+A dim that is taken whole (``:``) keeps its split. An indexed dim is gathered. A pending sum of the
+owner's row (see ops.indexing.gather) would send less, but a write to ``x[0]`` would then not write
 to x. The dims of index tensors are letters of their own: ids split over the batch give rows split
 over it.
 """
@@ -114,8 +114,8 @@ def _plain(item: slice) -> bool:
 
 
 def _place(got: Indexed, advanced: Sequence[Arg], places: Sequence[int]) -> None:
-    """Puts the dims of the indices, broadcast, where torch does: in place if neighbours, else
-    first."""
+    """Puts the broadcast dims of the indices where torch puts them: at the place of the indices if
+    these are neighbours, else first."""
     got.index = pointwise_factors(advanced)
     fixed = {
         d for a, dims in zip(advanced, got.index.inputs, strict=True) if a.index < 0 for d in dims
@@ -190,7 +190,8 @@ def assigned(input: Arg, index: Any, value: Any, **options: Any) -> Factors:
     got = read_index(input, index)
     dims = letters_of(input)
     if got.mask is not None:
-        # the mask lies over the first dims; how much it takes is not known: a value has the others
+        # the mask covers the first dims, and the number of selected elements is unknown: a value
+        # has the other dims
         n = got.mask.ndim
         if got.mask.dtype != torch.bool or got.mask.shape != input.shape[:n]:
             raise NoRule("a mask of another shape")

@@ -1,4 +1,5 @@
-"""Writing along a dim: scatter, index_add, index_copy, index_fill, masked_fill and their kin.
+"""Writing along a dim: scatter, index_add, index_copy, index_fill, masked_fill and related
+functions.
 
 The dim along which elements are written is whole in the target, and so is a dim whose sizes differ
 in index, source and target; other dims pass through. Adding or copying is linear in target and
@@ -42,8 +43,8 @@ def along(target: Arg, dim: int, others: list[Arg], terms: Terms, adds: bool = F
 
 
 def together(*tensors: Any) -> Terms:
-    """Returns the terms of a call that is linear in these tensors together: none if one is a plain
-    number, or of bools."""
+    """Returns the terms of a call that is linear in these tensors together: none if one of them is
+    a number, or has bools."""
     if not all(isinstance(t, Arg) and t.dtype is not torch.bool for t in tensors):
         return ()
     return tuple(frozenset({t.index}) for t in tensors)
@@ -72,8 +73,9 @@ def scatter_reduce(
     input: Arg, dim: int, index: Arg, src: Arg, reduce: str, *, include_self: bool = True
 ) -> Factors:
     """the dim is whole"""
-    adds = reduce in ADDS  # without self, a row that another rank's index hits would be kept here
+    adds = reduce in ADDS
     terms = together(input, src) if adds else ()
+    # Without self, a rank would keep its row where only the index of another rank hits it.
     return along(input, dim, [index, src], terms, adds and include_self)
 
 
@@ -89,7 +91,7 @@ def along_index(
     ins: list[tuple[Letter, ...]] = [letters_of(input), (None,) * index.ndim]
     whole = set(f.whole)
     if solid:
-        # a source that has not the target's other dims is torch's error to give
+        # torch raises the error for a source without the other dims of the target
         whole |= {d for d in range(input.ndim) if source.shape[d] != input.shape[d]}
         ins.append(tuple(None if d == at or d in whole else d for d in range(input.ndim)))
     elif isinstance(source, Arg):

@@ -1,4 +1,5 @@
-"""owned: rows of a split dim by number. A row's owner has it, the others zeros: they add up."""
+"""Looks up rows of a split dim by number: the owner of a row returns it, the others return zeros,
+and the results add up."""
 
 from __future__ import annotations
 
@@ -27,9 +28,10 @@ class Owned:
         return cls(piece.local_box.offset[dim], piece.local_shape[dim], piece.shape[dim])
 
     def find(self, index: Tensor, negative: bool = False) -> tuple[Tensor, Tensor]:
-        """Returns (numbers within the piece, 0 for rows of others; mask of the rows of others).
+        """Returns (numbers within the piece, 0 for rows of other ranks; mask of the rows of other
+        ranks).
 
-        ``negative``: numbers below zero count from the end, and those too large from the start."""
+        ``negative``: numbers wrap around, so a negative number counts from the end."""
         if negative and index.numel():
             index = index % self.total
         end = self.offset + self.size
@@ -64,5 +66,5 @@ class Owned:
         nothing."""
         if self.size:
             return input
-        # not cat: it leaves vectors of length 0 out of the graph
+        # cat would leave vectors of length 0 out of the graph
         return F.pad(input, (0, 0) * (input.ndim - 1 - dim) + (0, 1))

@@ -59,7 +59,7 @@ _enter(
     "matrix_exp matrix_power geqrf solve_triangular triangular_solve",
     _dims(2, 2),
 )
-# padded: under autocast torch computes their dtype otherwise without data
+# padded: under autocast their dtype differs for tensors without data
 _enter("pinverse", _one_matrix, (torch, Tensor), local=padded_if_empty)
 _enter("pinv", _one_matrix, (torch.linalg,), local=padded_if_empty)
 _enter("cond matrix_rank lu", _one_matrix, (torch.linalg,), local=zeros_if_empty)

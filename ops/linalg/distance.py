@@ -1,4 +1,5 @@
-"""Distances, similarities and norms of rows: rows pass through, what is summed over stays whole."""
+"""Distances, similarities and norms of rows: rows pass through, dims that are summed over stay
+whole."""
 
 from __future__ import annotations
 

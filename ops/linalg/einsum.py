@@ -1,4 +1,4 @@
-"""einsum: its letters are our letters."""
+"""einsum: the letters of its equation are the letters of the rule."""
 
 from __future__ import annotations
 

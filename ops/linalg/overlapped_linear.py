@@ -32,7 +32,7 @@ from ops.traffic import WORTH
 Tensor = torch.Tensor
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
-VIEWS = 3  # at most so many views or casts between the reduction and the product
+VIEWS = 3  # most views and casts between the reduction and the product
 
 
 def linear(call: LocalCall) -> Any:
@@ -77,7 +77,7 @@ def addmm(call: LocalCall, func: Any) -> Any:
 
 
 def may_be_large(call: LocalCall, input: int) -> bool:
-    """Returns True if the gradient of argument ``input`` may be a large sum over ranks."""
+    """Returns True if the gradient of the argument ``input`` may be a large sum over ranks."""
     most = math.prod(call.inputs[input].shape) * 2 * torch.float64.itemsize
     return bool(call.axes("n")) and most >= WORTH
 

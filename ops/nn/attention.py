@@ -1,6 +1,6 @@
-"""scaled_dot_product_attention: batch, heads, queries and the width of values pass through. Where
-queries are split and attention is causal, a rank takes the keys up to its last query. Where the
-axes of the queries split the keys too, see ``split_sequence.py``."""
+"""scaled_dot_product_attention: batch, heads, queries and the width of values pass through. If
+queries are split and attention is causal, a rank uses the keys up to its last query. If the axes of
+the queries split the keys too, see ``split_sequence.py``."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def scaled_dot_product_attention(
                 raise NoRule("scaled_dot_product_attention of shapes that broadcast")
     policy = attention_policy.policy.current()
     along = {arg.layout.dims[-2] for arg in (query, key, value)}
-    alike = len(along) == 1 and along != {()}  # each is cut by its own size
+    alike = len(along) == 1 and along != {()}  # each is split by its own size
     if alike:
         named["k"], named["v"] = (*lead, "l", "e"), (*lead, "l", "v")
     out = (*named["q"][:-1], "v")
@@ -86,8 +86,8 @@ def with_whole_keys(call: LocalCall, dropout_p: float, is_causal: bool) -> Local
 
 
 def causal(call: LocalCall) -> Callable[..., Any]:
-    """Returns the local function of causal attention of this rank's queries first, first + 1, ...:
-    each sees the keys up to its own number."""
+    """Returns the local function of causal attention for this rank's queries ``first``, ``first +
+    1``, ...: query i sees the keys up to i."""
     plain, out = zeros_if_empty(call), call.outputs[0]
     count, first = out.local_shape[-2], out.local_box.offset[-2]
     if not call.axes("l") or not math.prod(out.local_shape):
@@ -108,8 +108,9 @@ def causal(call: LocalCall) -> Callable[..., Any]:
 
 
 def with_dropout(call: LocalCall) -> Callable[..., Any]:
-    """Returns the local function of attention with dropout: a number for each of the weights [...,
-    l, s]. The width of the values may be split: those ranks share the mask."""
+    """Returns the local function of attention with dropout, with a random number for each of the
+    weights [..., l, s]. If the width of the values is split, the ranks that split it share the
+    mask."""
     out, keys = call.outputs[0], call.inputs[1]
     size = keys.shape[-2]
     offset, rows = out.local_box

@@ -37,7 +37,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, hidden: Hidden) -> tup
         out, lse = flash_on_cpu(
             _dense(q), _dense(k), _dense(v), 0.0, hidden.causal, attn_mask=mask, scale=scale
         )
-        if mask is not None:  # the kernel says 0
+        if mask is not None:  # the kernel returns 0
             lse = lse.masked_fill((mask == -math.inf).all(-1), -math.inf)
         return out.to(wide(q.dtype)), lse.to(wide(q.dtype))
     q, k, v = _wide(q, k, v)
@@ -51,7 +51,8 @@ def attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float,
     hidden: Hidden, of_mask: bool,
 ) -> Grads:  # fmt: skip
-    """Returns gradients of q, k, v (and the mask if asked). ``out`` and ``lse`` are of all keys."""
+    """Returns gradients of q, k, v (and the mask if asked). ``out`` and ``lse`` belong to all
+    keys."""
     if _flash(q, v, hidden) and not of_mask:
         seen = lse.masked_fill(lse == -math.inf, 0.0)
         mask = _added(hidden.mask, q.dtype)
@@ -84,7 +85,7 @@ def attend_backward(
 
 def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
     """Adds, in place, the result for more keys to the result for some."""
-    weight = torch.sigmoid(more_lse - lse).nan_to_num_(0.0)  # of a query that has seen no key: 0
+    weight = torch.sigmoid(more_lse - lse).nan_to_num_(0.0)  # 0 for a query that has seen no key
     out.lerp_(more, weight.unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, more_lse))
 

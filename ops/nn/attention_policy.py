@@ -24,10 +24,10 @@ class policy(Setting, allowed=POLICIES, default="auto"):
 
     "gather": k and v are gathered. "ring": pieces of k and v are passed around the ranks. "heads":
     an all-to-all gives each rank the full sequence of some heads, and another one returns the
-    result. "auto", the default: of the ways that keep at most 16 MiB of k and v, or no more than
-    the way that keeps least, the one that sends the fewest bytes; ``explain`` prints the choice.
-    The result has the placements of q in all cases. All ranks set the same policy. Raises
-    ValueError for another name.
+    result. "auto", the default, considers the policies that keep at most 16 MiB of k and v, or no
+    more than the policy that keeps least. Of these it chooses the one that sends the fewest bytes;
+    ``explain`` prints the choice. The result has the placements of q in all cases. All ranks set
+    the same policy. Raises ValueError for another name.
 
     >>> q = dt.ones(1, 2, 8, 4, mesh=mesh, placements=[dt.Shard(2), dt.Replicate()])
     >>> with dt.attention.policy("ring"):
@@ -43,7 +43,7 @@ def setting(layouts: Collection[Layout]) -> Callable[[], str] | None:
 
 
 class Sizes(NamedTuple):
-    """Bytes of q, k, v and the result of a call that other axes leave, over n ranks."""
+    """Bytes of q, k, v and the result of a call, after splits by other axes, over n ranks."""
 
     q: float
     k: float

@@ -1,9 +1,9 @@
 """Convolutions: batch and output channels pass through, input channels are reduced, groups stay
 together.
 
-A dim that the window slides over stays split where its halo, there and back, is no more than a
-gather of the input: each rank fetches it for its piece (ops/nn/halo.py). The dims of a transposed
-convolution stay whole.
+A dim that the window slides over stays split if its halo, in forward and backward, is no larger
+than a gather of the input: each rank fetches the halo of its piece (ops/nn/halo.py). The dims of a
+transposed convolution stay whole.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def _check(name: str, n: int, input: Arg, weight: Arg) -> None:
 
 
 def _with_halo(call: LocalCall, n: int, windows: Sequence[Window], split: Sequence[int]) -> Any:
-    """Returns the convolution of a piece: for each dim that is split it fetches, pads, and runs
-    without padding."""
+    """Returns the convolution of a piece. It fetches the halo of each split dim, pads the piece,
+    and runs without padding."""
     parts = call.count(call.axes("g"))
     halos = [halo(call, i - n, call.axes(f"in{i}"), windows[i]) for i in split]
     pads = [w.before for w in windows]
@@ -118,7 +118,7 @@ def _with_halo(call: LocalCall, n: int, windows: Sequence[Window], split: Sequen
         for one in halos:
             input = one.fetch(input)
         if nothing:
-            # Also a product: autocast sees a product, and second derivatives fetch on this
+            # Also a product, so that autocast sees a product, and second derivatives fetch on this
             # rank too.
             out = (input.reshape(-1)[:0] @ weight.reshape(-1)[:0]).expand(shape).clone()
             return out if bias is None else out + bias.to(out.dtype).view(-1, *(1,) * n)

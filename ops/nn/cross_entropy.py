@@ -1,9 +1,9 @@
 """cross_entropy and nll_loss: batch, sequence and classes may be split; logits are never gathered.
 
-With the classes split, a rank sends two messages for its targets: its largest logits, and then its
-part of the sums (of exponentials, of the targets' logits, ...). The result is whole on those axes.
-With the batch split, "mean" divides by the global count (or weight) of the targets that count: a
-pending sum.
+If the classes are split, there are two all-reduces: of the largest logits, and then of the sums (of
+exponentials, of the targets' logits, ...). The result is whole on those axes. If the batch is
+split, "mean" divides by the global number (or weight) of the targets that are not ignored, and the
+result is a pending sum.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Tensor = torch.Tensor
 
 @dataclass(slots=True)
 class Options:
-    """How a call is to be computed; ``classes``: the dim of classes."""
+    """The options of a call. ``classes``: the dim of classes."""
 
     classes: int
     dense: bool

@@ -1,6 +1,6 @@
 """Embedding: the ids' dims and the embedding dim pass through; a split vocabulary gives P(sum).
 
-Each rank looks up the ids that it owns and gives zeros for the others.
+Each rank looks up the ids that it owns and returns zeros for the others.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def _local(call: Any) -> Callable[..., Tensor]:
     kept = tuple(slice(0, n) for n in call.outputs[0].local_shape)
 
     def embedding(input: Tensor, weight: Tensor, *more: Any, **words: Any) -> Tensor:
-        # torch's backward of no ids is not differentiable: one is looked up, and cut off again
+        # torch's backward without ids is not differentiable: one id is looked up, and its row
+        # removed
         ids = input.new_zeros([max(n, 1) for n in input.shape]) if not input.numel() else input
         return run(ids, weight, *more, **words)[kept]
 
@@ -74,7 +75,7 @@ def embedding(
     return Factors(
         (ids, ("v", "d")), ((*ids, "d"),), sizes, {"v": "sum"}, terms=terms, local=_local,
         independent=frozenset(ids),
-        # else the gradient of the result is the smaller one to sum
+        # otherwise the gradient of the result is smaller to sum
         rematerialize=math.prod(input.shape) >= v,
     )  # fmt: skip
 

@@ -1,9 +1,10 @@
-"""Halo: a dim that a window slides over stays split, each rank fetches what its windows read of
-others.
+"""Halo: a dim that a window slides over stays split, and each rank fetches the elements of other
+ranks that its windows read.
 
-Input and output are both cut as torch.chunk cuts them, each by its own size. The windows of a piece
-of the output read one range of the input: what of it other ranks hold is the halo. A large window,
-or pieces that do not lie over each other, may take it from several ranks.
+Input and output are both split like torch.chunk, each by its own size. The windows of a piece of
+the output read one range of the input; the part of it that other ranks hold is the halo. With a
+large window, or if the pieces of input and output do not lie over each other, it comes from several
+ranks.
 """
 
 from __future__ import annotations

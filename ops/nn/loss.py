@@ -1,7 +1,7 @@
 """Elementwise losses: every dim may be split; "sum" and "mean" give a pending sum.
 
-"mean" divides each rank's sum by the *global* count, so that the pending sum is the mean, and its
-gradient the gradient, however uneven the pieces are.
+"mean" divides each rank's sum by the *global* count. So the pending sum is the mean, and its
+gradient is right, however uneven the pieces are.
 """
 
 from __future__ import annotations

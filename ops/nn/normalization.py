@@ -163,7 +163,7 @@ def _batch_norm(call: LocalCall, gone: tuple[int, ...], axes: Axes) -> Any:
         training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
     ) -> Tensor:  # fmt: skip
         x = widened(input)
-        if not n:  # the statistics stay
+        if not n:  # the statistics do not change
             running_mean = running_var = None
         var, mean = moments(call, x, gone, axes, n, 0)
         along = mean.shape

@@ -55,8 +55,8 @@ def _pairs(ring: Ring, factor: Factor, mask: Tensor | None, block: int) -> Itera
 
 
 def _shown(mask: Tensor, pair: Pair) -> Pair | None:
-    """Returns the rows and keys of a pair from the first to the last that the mask shows; None: it
-    hides all. Each rank finds its own: what it sends does not depend on it."""
+    """Returns the range of rows and keys of a pair that the mask does not hide; None if it hides
+    all. It may differ between ranks, because the messages do not depend on it."""
     part = mask[_at(mask, pair)]
     part = (part if part.dtype == torch.bool else part != -math.inf).flatten(0, -3).any(0)
     if not part.any():
@@ -109,7 +109,7 @@ class RingAttention(torch.autograd.Function):
                 "scaled_dot_product_attention by ring has no second derivative: compute it under "
                 'attention.policy("gather") or attention.policy("heads")'
             )
-        q, k, v, mask, out, lse = ctx.saved_tensors  # a checkpointed region is computed again now
+        q, k, v, mask, out, lse = ctx.saved_tensors  # recomputes a checkpointed region now
         ring, factor = ctx.how
         of_q = torch.zeros_like(q, dtype=wide(q.dtype))
         of_mask = torch.zeros_like(mask) if ctx.needs_input_grad[-1] else None
@@ -146,7 +146,7 @@ def _along(part: slice) -> tuple[slice, ...]:
 
 
 def _at(mask: Tensor, pair: Pair) -> tuple[Any, ...]:
-    """Returns where a mask has the rows and keys of a pair."""
+    """Returns the place of the rows and keys of a pair in a mask."""
     rows = pair.rows if mask.shape[-2] > 1 else slice(None)
     return ..., rows, slice(*pair.key) if mask.shape[-1] > 1 else slice(None)
 

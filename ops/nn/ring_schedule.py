@@ -1,5 +1,5 @@
-"""The schedule of ring attention: which rank has which block of k and v in which step. Pure, the
-same on all ranks.
+"""The schedule of ring attention: which rank has which block of k and v in which step, the same on
+all ranks.
 
 In step t rank i computes with block (i - t) mod n, and receives the next block from its neighbour.
 In the backward the blocks go round again. The sum of the gradients of each block follows it: it
@@ -40,7 +40,7 @@ class Ring:
     keys: tuple[Ranges, ...]
     causal: bool
     exchange: Exchange
-    reach: tuple[int, ...] = field(init=False)  # how many hops each block makes
+    reach: tuple[int, ...] = field(init=False)  # the number of hops of each block
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reach", tuple(map(self._reach, range(self.size))))
@@ -68,8 +68,9 @@ class Ring:
             r += row[1] - row[0]
 
     def joined(self, block: int) -> list[Pair]:
-        """Returns the pairs of this rank and a block, in fewer: what is seen wholly and lies side
-        by side, and the whole of its own block. Their ranges say nothing."""
+        """Returns the pairs of this rank and a block, merged to fewer pairs: neighbours of which
+        everything is visible, and this rank's own block as one pair. The global ranges of merged
+        pairs have no meaning."""
         mine = self.rows[self.me]
         if (
             self.causal
@@ -95,9 +96,9 @@ class Ring:
         return (self.me - step) % self.size
 
     def hop(self, step: int, held: Tensor, row: int) -> Any:
-        """Blocks go on to the rank that has them in ``step``: the work under way, or None where
-        none does. ``held``: what this rank had in the step before, ``row`` elements for each
-        key."""
+        """Sends blocks to the rank that has them in ``step``. Returns the running work, or None if
+        no block is sent. ``held``: the block of this rank in the step before, with ``row`` elements
+        for each key."""
         if max(self.reach) < step:
             return None
         sends = self.reach[self.at(step - 1)] >= step
@@ -130,7 +131,8 @@ class Ring:
 
 
 def _side_by_side(a: Pair, b: Pair) -> Pair | None:
-    """Returns two pairs that are seen wholly as one, if that is a rectangle."""
+    """Returns two pairs of which everything is visible as one pair, if it is a rectangle; else
+    None."""
     if a.seen != "all" or b.seen != "all":
         return None
     if a.rows == b.rows and a.keys.stop == b.keys.start:

@@ -36,7 +36,7 @@ class Route(NamedTuple):
 
 
 def narrow(indices: Tensor, experts: int) -> Tensor:
-    """Returns indices in the smallest dtype, as they travel; -1 where there is no such expert."""
+    """Returns indices in the smallest dtype, as they are sent; -1 if there is no such expert."""
     dtype = torch.int8 if experts < 2**7 else torch.int16 if experts < 2**15 else torch.int32
     return torch.where((indices < 0) | (indices >= experts), -1, indices).to(dtype)
 

@@ -1,7 +1,7 @@
 """Attention whose queries and keys are split along the sequence by the same axes.
 
-Three ways bring them together (``attention_policy.py``), and the result lies as q does. "gather"
-and "heads" are reshards around the call that a rank then has; "ring" is ``ring_attention.py``.
+There are three policies (``attention_policy.py``), and the result has the layout of q. "gather" and
+"heads" reshard before and after a local call; "ring" is ``ring_attention.py``.
 """
 
 from __future__ import annotations
@@ -69,8 +69,9 @@ def sizes_of(call: LocalCall, axes: Axes, is_causal: bool) -> Sizes:
 
 
 def possible(call: LocalCall, axes: Axes, dropout_p: float) -> list[str]:
-    """Returns the ways that "auto" may choose: "heads" where the axes divide them and no mask has
-    rows of its own, "ring" where nothing is dropped: its numbers would be drawn one by one."""
+    """Returns the policies that "auto" may choose: "heads" if the axes divide the heads and no mask
+    has rows of its own; "ring" if there is no dropout, for which it would draw numbers one by
+    one."""
     ways = ["gather"] if dropout_p else ["gather", "ring"]
     query, key, _, *mask = call.inputs
     if len(query.shape) < 3:
@@ -83,8 +84,8 @@ def possible(call: LocalCall, axes: Axes, dropout_p: float) -> list[str]:
 
 
 def moved(call: LocalCall, piece: Any, axes: Axes, heads: bool) -> LocalPiece:
-    """Returns ``piece`` with its length whole over ``axes``, which split its heads instead if
-    asked."""
+    """Returns ``piece`` with its length whole over ``axes``; with ``heads`` they split its heads
+    instead."""
     dims = list(piece.layout.dims)
     if len(dims) > 1:
         dims[-2] = tuple(a for a in dims[-2] if a not in axes)

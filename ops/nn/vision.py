@@ -1,5 +1,5 @@
-"""Images: pixels rearranged, windows taken out or pooled, values looked up by place. Batch passes
-through, mostly channels too."""
+"""Functions of images: they rearrange pixels, extract or pool windows, or look up values by
+position. The batch passes through, and usually the channels."""
 
 from __future__ import annotations
 

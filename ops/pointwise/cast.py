@@ -1,7 +1,8 @@
-"""Copies and casts: the same elements, perhaps in another dtype; and what a tensor is filled with.
+"""Copies and casts: the same elements, perhaps in another dtype; and functions that fill a tensor.
 
-A cast between floating dtypes is linear. A cast to integers or bool rounds each addend, and one
-from integers rounds what an integer sum keeps: both are not, so a Partial is reduced first.
+A cast between floating dtypes is linear. A cast to integers or bool rounds each summand, and a cast
+from integers may round a summand that an integer sum would keep. These are not linear, so a Partial
+is reduced first.
 """
 
 from __future__ import annotations

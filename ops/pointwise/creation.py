@@ -1,8 +1,8 @@
-"""Tensors made in the likeness of another: only its shape, dtype and layout matter.
+"""Functions that make a tensor like another one: only its shape, dtype and layout matter.
 
-``*_like`` lies as the tensor does; what is pending there is not (ones like a P(sum) are ones,
-replicated). ``new_*`` has a shape of its own and is replicated, unless the shape is the tensor's:
-then it lies as the tensor does.
+The result of ``*_like`` has the layout of the tensor, without pending reductions (ones_like of a
+P(sum) is replicated). The result of ``new_*`` has its own shape and is replicated; if the shape is
+the tensor's, it has the tensor's layout.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def like(input: Arg, *args: Any, **kwargs: Any) -> Factors:
 
 
 def new(input: Arg, shape: tuple[int, ...], local: Callable[[Any], Any] | None) -> Factors:
-    """Returns a new tensor: as the input where the shape is the same, else replicated."""
+    """Returns the factors of a new tensor: the layout of the input if the shape is the same, else
+    replicated."""
     if shape == input.shape:
         return pointwise_factors([input], metadata_only=INPUT, local=local)
     dims = tuple(range(input.ndim))
@@ -47,8 +48,8 @@ def sizes_of(size: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def made(call: Any) -> Callable[..., Any]:
-    """Returns the same function with the local shape: one argument of new_full, all of the
-    others."""
+    """Returns the same function with the local shape: one argument of new_full, all arguments of
+    the other functions."""
     func = torch.Tensor.new_empty if call.func is torch.Tensor.new else call.func
     shape, fills = call.outputs[0].local_shape, func is torch.Tensor.new_full
 

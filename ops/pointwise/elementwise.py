@@ -1,11 +1,11 @@
-"""Functions that work element by element: every dim is a factor of its own, nothing is reduced.
+"""Elementwise functions: every dim is a factor of its own, and none is reduced.
 
-The tables say where a Partial may flow; everywhere else it is reduced first. P(max) and the like
-never flow here (-max(x) is not max(-x)).
+The tables list the arguments through which a Partial may pass; in other arguments it is reduced
+first. P(max) and the like never pass (-max(x) is not max(-x)).
 
-Functions are given by name: each place of torch that has the name, in-place forms included, gets
-the rule. A function with an ``inplace`` argument (F.relu) has no rule for inplace=True: torch's own
-code then calls the in-place form.
+Functions are registered by name: each function of torch with this name, in-place forms included,
+gets the rule. A function with an ``inplace`` argument (F.relu) has no rule for inplace=True:
+torch's own code then calls the in-place form.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ PLACES: tuple[Any, ...] = (torch.Tensor, torch, F, torch.special, nn_functions)
 
 
 def enter(names: str, rule: Rule) -> None:
-    """Enters ``rule`` for every function with one of the names that has none yet."""
+    """Registers ``rule`` for every function with one of the names that has no rule yet."""
     for name in names.split():
         for func, inplace in functions_named(name, PLACES):
             if func not in RULES:
@@ -81,8 +81,7 @@ def enter(names: str, rule: Rule) -> None:
 
 
 def _not_inplace(func: Function, factors: Callable[..., Factors]) -> Callable[..., Factors]:
-    """Returns the same for a function with an argument ``inplace``; where that is set there is no
-    rule."""
+    """Returns a rule that raises NoRule if the argument ``inplace`` of the function is set."""
     if not inspect.isfunction(inspect.unwrap(func)):
         return factors  # C functions have no such argument
     names = list(inspect.signature(func).parameters)
@@ -99,7 +98,8 @@ def _not_inplace(func: Function, factors: Callable[..., Factors]) -> Callable[..
 
 
 def operands(args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> list[Any]:
-    """Returns the named arguments of a call, by position or by name; None where one is missing."""
+    """Returns the named arguments of a call, given by position or by name; None for a missing
+    one."""
     given = list(args[: len(names)])
     return given + [kwargs.get(name) for name in names[len(given) :]]
 
@@ -123,7 +123,7 @@ def first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def joint(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if len(args) > 2:
-        return None  # torch.add(x, alpha, y), of old
+        return None  # torch.add(x, alpha, y), a deprecated form
     return each(*operands(args, kwargs, "input", "other"))
 
 
@@ -144,7 +144,7 @@ LINEAR: dict[str, Callable[..., Any]] = {
 
 
 def pointwise(names: str, linear: str = "none", results: int = 1) -> None:
-    """Enters elementwise functions by name. ``linear``: "none"; "first" (in the first tensor);
+    """Registers elementwise functions by name. ``linear``: "none"; "first" (in the first tensor);
     "joint" (in both operands together: x + y); "product" (x * y); "quotient" (x / 2)."""
     terms_of = LINEAR[linear]
 

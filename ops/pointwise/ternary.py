@@ -1,4 +1,4 @@
-"""Elementwise functions of three tensors, and those that pair a tensor with a weight."""
+"""Elementwise functions of three tensors, and of a tensor with a weight."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ops.registry import Rule, rule
 
 
 def ternary(name: str, arguments: str, terms: Callable[[Any, Any, Any], Terms | None]) -> None:
-    """Enters an elementwise function of three arguments; ``terms`` gets them in order."""
+    """Registers an elementwise function of three arguments; ``terms`` gets them in order."""
     names = arguments.split()
 
     def factors(*args: Any, **kwargs: Any) -> Factors:

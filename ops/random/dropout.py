@@ -1,5 +1,5 @@
-"""Dropout in all its forms. The mask is replicated where the input is, also where a sum is pending:
-dropout is linear in its input, for one mask."""
+"""All forms of dropout. The mask is replicated on an axis on which the input is replicated or a
+pending sum: with one mask, dropout is linear in its input."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ AFFINE: list[Function] = [
     torch.feature_alpha_dropout,
     torch.feature_alpha_dropout_,
 ]
-ALPHA = 1.7580993408473766  # of SELU: minus its limit at minus infinity
+ALPHA = 1.7580993408473766  # minus the limit of SELU at minus infinity
 
 
 def alias(call: LocalCall) -> Callable[..., Any]:
@@ -42,8 +42,8 @@ def alias(call: LocalCall) -> Callable[..., Any]:
 
 
 def masked(call: LocalCall) -> Callable[..., Any]:
-    """Elements (or whole channels) are zeroed with probability p; the rest keeps the mean (alpha:
-    and the variance)."""
+    """Zeroes elements (or whole channels) with probability p, and scales the others so that the
+    mean stays the same (with alpha: also the variance)."""
     name = call.func.__name__
     inplace, alpha, feature = name.endswith("_"), "alpha" in name, "feature" in name
     out = call.outputs[0]
@@ -126,7 +126,7 @@ def sloped(
     call: LocalCall, draw: DrawProtocol, input: Tensor, lower: float = 0.125, upper: float = 1 / 3,
     *flags: Any, **named: Any,
 ) -> Tensor:  # fmt: skip
-    """Multiplies each element below zero by a number of its own from [lower, upper)."""
+    """Multiplies each element below zero by its own random number from [lower, upper)."""
     bounds = {"low": lower, "high": upper}
     slope = draw.numbers("uniform", call.outputs[0], input.dtype, input.device, **bounds)
     slope.masked_fill_(input.detach() > 0, 1.0)

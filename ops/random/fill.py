@@ -52,8 +52,8 @@ def drawing(
 
 
 def drawn(default: str) -> Callable[[ByPosition], LocalMaker]:
-    """Decorates a ``by_position`` that gets the call first: it becomes a maker of local
-    functions."""
+    """Decorates a function ``by_position``, which gets the call first. The result returns the local
+    function of a call."""
 
     def decorator(by_position: ByPosition) -> LocalMaker:
         return lambda call: drawing(call, default, partial(by_position, call))
@@ -104,13 +104,13 @@ FILLS: dict[Any, Callable[..., Kind]] = {
     Tensor.normal_: _normal, Tensor.uniform_: _uniform, Tensor.exponential_: _exponential,
     Tensor.random_: _integers, Tensor.bernoulli_: _bernoulli,
 }  # fmt: skip
-# torch itself draws all of it on every rank, which keeps its piece
+# torch draws the whole tensor on every rank, which keeps its piece
 WHOLE = (Tensor.log_normal_, Tensor.cauchy_, Tensor.geometric_)
 
 
 def filled(call: LocalCall) -> Callable[..., Any]:
-    """Fills this rank's piece. Of a pending sum or product the first rank has the numbers, the
-    others 0 or 1."""
+    """Fills this rank's piece. For a pending sum or product the first rank has the numbers, and the
+    others have 0 or 1."""
     kind_of, func, target = FILLS.get(call.func), call.func, call.outputs[0]
     ops = dict(target.layout.partial)
     mute = [op for a, op in ops.items() if op in ("sum", "prod") and call.coordinate[a]]

@@ -84,9 +84,9 @@ def poisson(input: Arg, generator: Any = None) -> Factors:
 def chosen(
     call: LocalCall, draw: DrawProtocol, input: Tensor, num_samples: int, replacement: bool = False
 ) -> Tensor:
-    """Rows of weights to numbers of columns. Without replacement: the largest of weight /
-    exponential number (of all columns, by position); with: where a uniform number falls in the
-    running sum of the weights."""
+    """Returns column numbers drawn by rows of weights. Without replacement: the columns with the
+    largest weight / exponential number (of all columns, by position). With replacement: the places
+    of uniform numbers in the running sum of the weights."""
     check(input)
     wide = input.detach().to(torch.float64)
     if not replacement:

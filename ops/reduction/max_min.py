@@ -1,9 +1,9 @@
-"""max and min: values, indices, ties. Where a reduced dim is split, the ranks' candidates are
-compared inside.
+"""max and min: values, indices, ties. If a reduced dim is split, the local function compares the
+candidates of the ranks.
 
-Gradients as torch gives them: of ``amax``, ``aminmax`` and ``max()`` evenly to all elements that
-tie, over all ranks; of ``max(dim)`` to the one that the index names, the lowest. NaN wins, the
-first one.
+Gradients are the same as torch's. For ``amax``, ``aminmax`` and ``max()`` all elements that tie, on
+all ranks, share the gradient evenly; for ``max(dim)`` the element with the returned index gets it,
+the lowest. The first NaN wins.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ NOWHERE = torch.iinfo(torch.int64).max
 
 
 def check_not_empty(name: str, input: Arg, dim: Any) -> tuple[int, ...]:
-    """Returns the reduced dims. Raises NoRule if nothing is reduced into one: torch says what is
-    wrong."""
+    """Returns the reduced dims. Raises NoRule for a reduction of no elements, so that torch raises
+    its error."""
     gone = reduced_dims(input, dim)
     if any(input.shape[d] == 0 for d in gone):
         raise NoRule(f"{name} of nothing")
@@ -48,20 +48,21 @@ def local_extreme(x: Tensor, gone: tuple[int, ...], largest: bool) -> Tensor:
 
 
 def best_of(call: LocalCall, x: Tensor, gone: tuple[int, ...], largest: bool, axes: Axes) -> Tensor:
-    """Returns the extreme over all ranks, reduced dims kept, gradient evenly to all that tie."""
+    """Returns the extreme over all ranks, with reduced dims kept. All elements that tie share the
+    gradient evenly."""
     every = call.collectives.all_gather(local_extreme(x.detach(), gone, largest), axes)
     best = torch.amax(every, 0) if largest else torch.amin(every, 0)
     return Extreme.apply(x, best, None, gone, call.collectives, axes) if x.requires_grad else best
 
 
 def ties(x: Tensor, best: Tensor) -> Tensor:
-    """Returns where x is as good as the best; NaN is as good as NaN."""
+    """Returns a mask of the elements that are equal to the best; NaN equals NaN."""
     return (x == best) | (x.isnan() & best.isnan())
 
 
 class Extreme(torch.autograd.Function):
     """``best`` as a function of x: all elements that tie, on all ranks, share the gradient evenly.
-    ``count``: how many they are; None: they are counted in the backward."""
+    ``count``: their number; None: they are counted in the backward."""
 
     @staticmethod
     def forward(
@@ -120,7 +121,7 @@ def candidate(
     x: Tensor, gone: tuple[int, ...], call: LocalCall, largest: bool
 ) -> tuple[Tensor, Tensor]:
     """Returns this rank's best along the reduced dims (one, or all): (value, in the graph of x; its
-    index in the whole; in the shape that is left). Of an empty piece: what never wins."""
+    global index), with the reduced dims removed. For an empty piece: values that never win."""
     one = len(gone) == 1 and x.ndim > 1
     piece = call.inputs[0]
     shape = tuple(s for d, s in enumerate(x.shape) if d not in gone)

@@ -1,5 +1,5 @@
-"""Norms of vectors: powers are summed over all ranks, or their maximum taken, where a reduced dim
-is split."""
+"""Norms of vectors: if a reduced dim is split, powers are summed over all ranks, or their maximum
+is taken."""
 
 from __future__ import annotations
 

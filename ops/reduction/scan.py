@@ -1,4 +1,5 @@
-"""Scans, sorting and quantiles: the dim they go along stays whole, the others pass through."""
+"""Scans, sorting and quantiles: the dim along which they work stays whole, the others pass
+through."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ Tensor = torch.Tensor
 
 
 def maximum(call: LocalCall, x: Tensor, gone: tuple[int, ...], axes: Axes) -> Tensor:
-    """Returns the maximum over all ranks, reduced dims kept, no gradient: what is subtracted before
-    exp. A NaN may be lost here, but not in the sum that follows."""
+    """Returns the maximum over all ranks, which is subtracted before exp, with reduced dims kept
+    and without a gradient. A NaN may be lost here, but not in the sum that follows."""
     return call.collectives.all_reduce(local_extreme(x.detach(), gone, True), "max", axes)
 
 

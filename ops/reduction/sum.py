@@ -1,5 +1,4 @@
-"""Reductions over dims: sums are pending where a reduced dim is split; mean, prod, any, all,
-counts.
+"""Reductions over dims: sums (pending if a reduced dim is split), mean, prod, any, all, counts.
 
 ``max``, ``argmax`` and their like are in ``ops.reduction.max_min``, ``var`` and norms in
 ``ops.reduction.var_std`` and ``ops.reduction.norm``.
@@ -47,8 +46,8 @@ def reduced_dims(input: Arg, dim: Any) -> tuple[int, ...]:
 def reduction(
     input: Arg, dim: Any, keepdim: bool, kind: str | None, results: int = 1, **options: Any
 ) -> Factors:
-    """Returns the factors of a reduction of the kept letters 0..n-1. ``kind``: what is pending,
-    "inner" (the local function reduces), or None (the reduced dims stay whole)."""
+    """Returns the factors of a reduction of the kept letters 0..n-1. ``kind``: the pending
+    reduction, "inner" (the local function reduces), or None (the reduced dims stay whole)."""
     gone = reduced_dims(input, dim)
     dims = tuple(range(input.ndim))
     kept: tuple[Any, ...] = tuple(d for d in dims if d not in gone)
@@ -72,8 +71,9 @@ def sizes_of(call: LocalCall, gone: tuple[int, ...]) -> tuple[int, int]:
 
 
 def inner(gone: tuple[int, ...], reduce: Callable[..., Any]) -> LocalMaker:
-    """Returns a maker of the torch function where the reduced dims are whole. Elsewhere it makes
-    ``reduce``, which gets the call and the axes that split them before the arguments."""
+    """Returns a function ``local`` of Factors: it returns the torch function if the reduced dims
+    are whole, else ``reduce``, which gets the call and the axes that split them before the
+    arguments."""
 
     def local(call: LocalCall) -> Any:
         axes = split_axes(call, gone)

@@ -1,7 +1,8 @@
-"""Joining: cat, stack and their kin. The dim that is joined is whole; the others pass through.
+"""Joining: cat, stack and related functions. The dim that is joined is whole; the others pass
+through.
 
-A piece of a joined dim is no piece of the parts, so a split there is exchanged for another dim, or
-gathered where there is none.
+A piece of a joined dim is not a piece of the parts, so a split there moves to another dim, or is
+gathered if there is none.
 """
 
 from __future__ import annotations

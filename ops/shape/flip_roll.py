@@ -14,7 +14,8 @@ from ops.registry import rule
 
 
 def _local_triangle(call: Any) -> Any:
-    """Returns the triangle of a piece: its diagonal lies where the global one crosses it."""
+    """Returns the triangle of a piece, whose diagonal is the part of the global diagonal in the
+    piece."""
     rows, cols = call.inputs[0].local_box.offset[-2:]
     func = call.func
     shift = rows - cols

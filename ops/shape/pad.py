@@ -1,4 +1,4 @@
-"""Padding and interpolation: batch and channels pass through, what is padded or resized stays
+"""Padding and interpolation: batch and channels pass through, dims that are padded or resized stay
 whole."""
 
 from __future__ import annotations

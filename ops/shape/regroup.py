@@ -1,4 +1,4 @@
-"""regroup: what becomes of the dims in view and reshape. Pure arithmetic on shapes.
+"""regroup: relates the dims before and after a view or reshape, by arithmetic on shapes alone.
 
 Both shapes are walked from the front and cut where their products meet: [4, 6, 5] -> [24, 5] has
 the groups 4*6 -> 24 and 5 -> 5. A group of one dim on each side is that dim. In any other group

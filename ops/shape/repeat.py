@@ -1,4 +1,4 @@
-"""Repeating and padding: the dims that grow are whole, but for repeat_interleave; meshgrid."""
+"""Repeating and padding: the dims that grow are whole, except in repeat_interleave; meshgrid."""
 
 from __future__ import annotations
 

@@ -22,7 +22,8 @@ Local = Callable[..., Any]
 def own_memory(call: Any, run: Local, always: bool = False) -> Local:
     """Makes ``run`` return its input's memory only if that could be so for the global tensor.
 
-    ``always``: run is contiguous, which gives its input itself or a copy; else a reshape."""
+    ``always``: ``run`` is ``contiguous``, which returns its input itself or a copy; otherwise a
+    reshape."""
     shape, piece = tuple(call.inputs[0].shape), tuple(call.inputs[0].local_shape)
     if not any(n <= 1 and n < size for n, size in zip(piece, shape, strict=True)):
         return run
@@ -52,8 +53,8 @@ def own_memory(call: Any, run: Local, always: bool = False) -> Local:
 
 
 def _spread(strides: Sequence[int], piece: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns the strides of a whole whose dims lie in the order of the piece's, with the gaps that
-    these have."""
+    """Returns the strides of a global tensor whose dims have the order and the gaps of the piece's
+    dims."""
     out = [0] * len(shape)
     here = there = 1  # the next stride of a dense piece, and of the whole
     for d in sorted(range(len(shape)), key=lambda d: (strides[d], piece[d] > 1, -d)):

@@ -3,8 +3,8 @@
 If torch can view the global tensor, it can also view a piece of it with the same strides, because
 only major dims of a merged group are split. A local with other strides (for example, the result of
 a collective) is copied with a warning. An error is not possible here: strides may differ between
-ranks, and an error on some of them would be a hang. In-place writes through such a copy do not
-reach the base.
+ranks, and an error on some ranks would make the others hang. In-place writes through such a copy do
+not reach the base.
 """
 
 from __future__ import annotations

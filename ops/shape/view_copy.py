@@ -1,4 +1,4 @@
-"""The ``_copy`` forms of views: placed as the view is, in memory of their own."""
+"""The ``_copy`` forms of views: they have the placements of the view, and their own memory."""
 
 from __future__ import annotations
 
