@@ -9,11 +9,12 @@ that communicates or draws is one operator (``opaque_call``).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
+from disttensor import callbacks
 from disttensor.autograd.activation_checkpoint import (
     add_note,
     current_run,
@@ -75,9 +76,20 @@ def compile(target: F, *, backend: Any = "inductor", **options: Any) -> F:
             "replay, compile or other code; give a function that calls it: "
             "compile(lambda *args: module(*args))"
         )
-    if held is None:  # a Skip stays: it computes nothing
-        CompiledForward(target, backend, options).put()
+    CompiledForward(target, backend, options).put()
     return target
+
+
+@contextmanager
+def _compiling_regions() -> Iterator[None]:
+    """``compiling``, and so are the recomputations of the checkpointed regions that run inside."""
+    key = object()
+    callbacks.recompute_contexts[key] = compiling
+    try:
+        with compiling():
+            yield
+    finally:
+        del callbacks.recompute_contexts[key]
 
 
 class CompiledForward(Replay):
@@ -116,6 +128,7 @@ class CompiledForward(Replay):
         yield "", self
         for name, module in self.module.named_modules() if self.is_module else ():
             held = module.__dict__.get("forward")
+            held = getattr(held, "inner", None) or held
             if isinstance(held, CompiledForward) and held is not self:
                 yield name, held
 
@@ -127,12 +140,21 @@ class CompiledForward(Replay):
             guard.why = "its gradients are reduced in segments, while the backward goes on"
         return guard
 
+    def put(self) -> None:
+        """Puts this in place of the class's forward, also of one that is recomputed."""
+        held = self.module.__dict__.get("forward")
+        if held is None:
+            super().put()
+        elif held.wraps and held.inner is None:  # a Skip stays: it computes nothing
+            held.inner = self
+
     def must_run(self) -> bool:
         return super().must_run() or count_dispatch_modes() > 0  # torch compiles under none
 
     def trace(self, call: ForwardCall) -> tuple[Any, Program | str]:
-        # A recomputation of a checkpointed region takes the way of the forward.
-        with compiling() if current_run() is None else nullcontext():
+        # A recomputation of a checkpointed region takes the way of the forward. A region around
+        # this call has begun without the flag.
+        with _compiling_regions() if current_run() is None else nullcontext():
             result, program = super().trace(call)
         if isinstance(program, str):
             return result, program
@@ -164,7 +186,7 @@ class CompiledForward(Replay):
         super()._report(why)
         is_last = self._never or (is_new and why != ASSIGNS)
         for part in _parts(self.module) if why and is_last and self.is_module else ():
-            if "forward" not in part.__dict__:
+            if isinstance(part.__dict__.get("forward"), InstanceForward | None):
                 CompiledForward(part, self.backend, self.options).put()
 
     def compare(self, program: Program, call: ForwardCall) -> Any:

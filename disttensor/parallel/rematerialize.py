@@ -19,13 +19,15 @@ class Recomputed(InstanceForward):
     """Runs the forward of a module under torch.utils.checkpoint; for experts, the forward that
     replaces the forward of their class."""
 
+    wraps = True
+
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         own = module.__dict__.get("forward")
-        self.experts = own if isinstance(own, ExpertsForward) else None
+        self.inner = own if isinstance(own, ExpertsForward) else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = self.experts or self.class_forward
+        forward: Any = self.inner or self.class_forward
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
 
 class InstanceForward:
-    """Has the signature of the class's forward; copied and pickled with the module."""
+    """Has the signature of the class's forward; copied and pickled with the module. ``wraps``: it
+    calls the class's forward, or ``inner`` in place of it."""
+
+    wraps: ClassVar[bool] = False
+    inner: InstanceForward | None = None
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

@@ -21,19 +21,25 @@ R, S0 = Replicate(), Shard(0)
 
 
 class Block(nn.Module):
-    def __init__(self, dropout) -> None:
+    """``asks``: multiplies by one, and saves a tensor for that, if torch says that it compiles."""
+
+    def __init__(self, dropout, asks=False) -> None:
         super().__init__()
+        self.asks = asks
         self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 10), nn.Linear(10, 6)
         self.drop = nn.Dropout(dropout)
 
     def forward(self, x):
-        return x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
+        y = F.gelu(self.up(self.norm(x)))
+        if self.asks and torch.compiler.is_compiling():
+            y = y * torch.ones_like(y)
+        return x + self.drop(self.down(y))
 
 
 class Model(nn.Module):
-    def __init__(self, checkpointed=False, dropout=0.3) -> None:
+    def __init__(self, checkpointed=False, dropout=0.3, asks=False) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(dropout) for _ in range(4))
+        self.blocks = nn.ModuleList(Block(dropout, asks) for _ in range(4))
         self.head = nn.Linear(6, 3)
         self.checkpointed = checkpointed
 
@@ -75,8 +81,8 @@ def same(make, step, backend, steps=4):
 
 
 def fed(mesh, rows=5):
-    x = dt.shard_tensor(torch.randn(rows, 6), mesh, [S0])
-    return x, dt.shard_tensor(torch.randint(3, (rows,)), mesh, [S0])
+    x = dt.shard_tensor(torch.randn(rows, 6), mesh, [S0] * mesh.ndim)
+    return x, dt.shard_tensor(torch.randint(3, (rows,)), mesh, [S0] * mesh.ndim)
 
 
 def step_on(mesh):
@@ -91,7 +97,8 @@ def step_on(mesh):
 
 def runs(model):
     """How often the programs of the blocks ran."""
-    return [block.forward.replays for block in model.blocks if "forward" in vars(block)]
+    forwards = [vars(block)["forward"] for block in model.blocks if "forward" in vars(block)]
+    return [(forward.inner or forward).replays for forward in forwards]
 
 
 def sharded(backend):
@@ -167,6 +174,29 @@ def checkpointed(backend):
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_checkpointed_blocks(backend):
     run_on_ranks(2, checkpointed, backend)
+
+
+@on_ranks(2)
+def test_a_region_is_recomputed_as_it_was_recorded():
+    """By blocks that ask whether they are compiled."""
+    mesh = dt.init_mesh((2,), ("dp",))
+    make = lambda: dt.shard_module(Model(checkpointed=True, asks=True), mesh)  # noqa: E731
+    assert runs(same(make, step_on(mesh), "aot_eager", steps=3)) == [2, 2, 2, 2]
+
+
+@on_ranks(2)
+def test_blocks_that_a_strategy_recomputes():
+    for stage in (None, 3):
+        degree = {"dp": 2} if stage is None else {"sharding": 2, "zero_stage": stage}
+        strategy = dt.Strategy(**degree, recompute=["blocks.*"])
+
+        def make(strategy=strategy):
+            model = Model()
+            strategy.apply(model)
+            return model
+
+        model = same(make, step_on(strategy.stages()[0]), "aot_eager")
+        assert runs(model) == [4, 4, 4, 4]
 
 
 SCHEDULES = {"1f1b": [0, 1], "zero_bubble": [0, 1], "interleaved_1f1b": [0, 1, 0, 1]}
