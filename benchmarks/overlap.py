@@ -10,7 +10,8 @@ per block, then stage 3.
 
 With --forward: a reshard, a product that does not depend on it, and a call that reads its result.
 *Exposed* is what the reshard takes of the program: the call itself, and the wait where its result
-is read. Beside it the same where each reshard is waited for at once. Both take turns.
+is read. Beside it the same where each reshard is waited for at once, and both as one program that
+is compiled. They take turns.
 """
 
 from __future__ import annotations
@@ -287,6 +288,25 @@ def one_reshard(x: DistTensor, to: Placement, a: torch.Tensor, at_once: bool) ->
     return Times(computed - called, called - start + end - computed, end - start)
 
 
+def one_program(x: DistTensor, to: Placement, a: DistTensor, late: bool) -> Callable[[], float]:
+    """The seconds of the same as one compiled program. ``late``: as usual; otherwise it waits for
+    the reshard at once."""
+
+    def program(x: DistTensor, a: DistTensor) -> tuple[Any, Any]:
+        return x.redistribute(placements=[to]), a @ a
+
+    at_once = {"options": {"post_grad_custom_post_pass": None}}
+    run = dt.compile(program, **({} if late else at_once))  # type: ignore[arg-type]
+
+    def timed() -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        run(x, a)
+        return time.perf_counter() - start
+
+    return timed
+
+
 def forward(args: argparse.Namespace) -> str:
     """A line for each collective."""
     mesh = dt.ProcessMesh(range(args.ranks), ("tp",))
@@ -310,6 +330,11 @@ def forward(args: argparse.Namespace) -> str:
             f"{now.product:.1f} ({later.product:.1f}) ms all takes {now.all:.1f} "
             f"({later.all:.1f}) ms"
         )
+        whole = dt.shard_tensor(a, mesh, [Replicate()])
+        programs = [one_program(x, dst, whole, late) for late in (False, True)]
+        turns = [[1e3 * run() for run in programs] for _ in range(args.repeats + 3)][3:]
+        first, late = (statistics.median(some) for some in zip(*turns, strict=True))
+        lines.append(f"{'compiled':>14}: all takes {first:.1f} ({late:.1f}) ms")
     return "\n".join(lines)
 
 

@@ -204,6 +204,22 @@ def compiling() -> Iterator[None]:
         torch.compiler._is_compiling_flag = before
 
 
+def inductor_pass(run: Callable[[torch.fx.Graph], None], file: str) -> dict[str, Any]:
+    """Returns the option of inductor that runs ``run`` on each graph at last. ``file``: its source;
+    graphs on the disk are those of an equal file."""
+    module = importlib.import_module("torch._inductor.custom_graph_pass")  # takes a second
+    methods = {
+        "__call__": lambda self, graph: run(graph),
+        "uuid": lambda self: module.get_hash_for_files((file,)),
+    }
+    option = type("GraphPass", (module.CustomGraphPass,), methods)()
+    return {"post_grad_custom_post_pass": option}
+
+
+def options_of_mode(mode: str | None) -> dict[str, Any]:
+    return torch._inductor.list_mode_options(mode) if mode else {}
+
+
 def is_untraceable(error: Exception) -> bool:
     """Returns True for the error of Dynamo at a call that it cannot trace into one graph."""
     return isinstance(error, torch._dynamo.exc.Unsupported)

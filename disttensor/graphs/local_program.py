@@ -19,6 +19,7 @@ from disttensor.autograd.grad_types import GradTransition
 from disttensor.cache import Cache
 from disttensor.comm import collectives
 from disttensor.errors import name_of
+from disttensor.graphs.late_waits import with_late_waits
 from disttensor.graphs.opaque_call import OPERATORS, identities, opaque, traced_call
 from disttensor.graphs.traced_comm import (
     REFUSED,
@@ -27,6 +28,7 @@ from disttensor.graphs.traced_comm import (
     traced_gather,
     traced_reshard,
     traced_sum,
+    way_of,
 )
 from disttensor.settings import snapshot
 from disttensor.torch_private import is_untraceable
@@ -41,6 +43,7 @@ _BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.Wrapper
 _OURS = {"disttensor", "ops", "reshard"}
 _LINE = re.compile(r'"<replay>", line (\d+), in local')
 _NAME = re.compile(r"\b[cf]\d+\b")
+_STARTED = re.compile(r"\(\d+, True\)")  # a Way
 _functions: Cache[Any, Any] = Cache(256)  # text and values -> (LocalFunction, the values)
 
 
@@ -99,6 +102,8 @@ def compiled(
     metas = {name: meta for call in calls for name, meta in call.given.items() if name in given}
     device = next((m.device.type for m in metas.values()), "cpu")
     kind = text, tuple(metas.items()), snapshot(device)
+    if backend == "inductor" and _STARTED.search(text):
+        options = with_late_waits(options)
     local = _local_function(kind, [_named(c.func) for c in calls], scope, found, backend, options)
 
     def first(*tensors: Tensor) -> Any:
@@ -187,9 +192,9 @@ def _traceable(func: Function, args: Sequence[Any]) -> tuple[Function, tuple[Any
 def _transition(transition: GradTransition) -> tuple[Any, ...]:
     partial = (*transition.src.spec.layout.partial, *transition.dst.spec.layout.partial)
     if any(op not in ("sum", "avg") for _, op in partial):  # has no gradient
-        return number_of(transition), REFUSED, 1.0
+        return way_of(transition), (REFUSED, False), 1.0
     back, scale = transition.backward()
-    return number_of(transition), number_of(back), scale
+    return way_of(transition), way_of(back), scale
 
 
 def _named(func: Function) -> str:

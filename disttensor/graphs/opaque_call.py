@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-from disttensor.graphs.traced_comm import _objects, number_of
+from disttensor.graphs.traced_comm import _objects, number_of, small_tensor
 from disttensor.pytree import CONSTANTS
 from disttensor.settings import snapshot
 from disttensor.torch_private import direct_apply, dispatch_state, storage_id
@@ -75,7 +75,7 @@ _enter = direct_apply(_Enter)
 def _call(given: Sequence[Tensor], number: int) -> list[Tensor]:
     call = _objects[number]
     tracked = any(m.requires_grad for m in call.made)
-    graph = _graph_tensor()
+    graph = small_tensor()
     with call.dispatched(), torch.set_grad_enabled(tracked):
         begin = torch.empty(0, requires_grad=True)
         inside = [
@@ -130,15 +130,11 @@ def _unshared(out: Sequence[Tensor], metas: Sequence[LocalMeta], shared: set[int
 
 
 def _fake_call(given: Sequence[Tensor], number: int) -> list[Tensor]:
-    return [*map(_empty, _objects[number].made), _graph_tensor()]
+    return [*map(_empty, _objects[number].made), small_tensor()]
 
 
 def _fake_back(grads: Sequence[Tensor], graph: Tensor, number: int) -> list[Tensor]:
     return [*map(_empty, _tracked(number))]
-
-
-def _graph_tensor() -> Tensor:
-    return torch.empty(1, dtype=torch.uint8, device="cpu")
 
 
 def _tracked(number: int) -> list[LocalMeta]:

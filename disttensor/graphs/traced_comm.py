@@ -1,6 +1,7 @@
 """Communication as Dynamo and AOTAutograd trace it: operators, and autograd functions around them.
 
-One operator reshards a local, for all pairs of specs of one mesh; two are the collectives of local
+One operator reshards a local, for all pairs of specs of one mesh. If that is one large collective,
+one operator starts it and another waits (see ``late_waits``). Two are the collectives of local
 functions. The operators get the number of a transition or a group: a graph holds numbers, not
 objects. They run the code of eager calls. A graph cannot be differentiated twice.
 
@@ -17,9 +18,13 @@ import torch
 
 from disttensor.autograd.grad_types import GradTransition
 from disttensor.comm import collectives
+from disttensor.core.spec import DistSpec
 from disttensor.torch_private import keep_calls, storage_id
+from reshard.planner import background
 
 Tensor = torch.Tensor
+
+Way = tuple[int, bool]  # the number of a transition, and whether it is started and waited for
 
 NOTHING = -1  # the number of a transition that keeps the local
 REFUSED = -2  # the number of the gradient of a pending reduction that has none
@@ -34,15 +39,18 @@ def register(operators: tuple[Any, ...]) -> torch.library.Library:
     library = torch.library.Library("disttensor", "DEF")
     for schema, run, fake in (
         ("reshard(Tensor x, int number) -> Tensor", _reshard, _fake_reshard),
+        ("start_reshard(Tensor x, int number) -> Tensor", _start, _fake_start),
         ("all_reduce(Tensor x, str op, int group) -> Tensor", _all_reduce, _fake_all_reduce),
         ("all_gather(Tensor x, int group) -> Tensor", _all_gather, _fake_all_gather),
+        ("wait_reshard(Tensor work, Tensor x, int number) -> Tensor", _wait, _fake_wait),
         *operators,
     ):
         library.define(schema)
         name = schema.partition("(")[0]
         library.impl(name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"disttensor::{name}", fake, lib=library)
-        keep_calls(library, f"disttensor::{name}")
+        if name != "wait_reshard":
+            keep_calls(library, f"disttensor::{name}")
     return library
 
 
@@ -58,8 +66,20 @@ def number_of(value: Any, key: Any = None) -> int:
     return _numbers[key]
 
 
+def way_of(transition: GradTransition) -> Way:
+    starts = transition.run is not None and background(*_specs(transition)) is not None
+    return number_of(transition), starts
+
+
+def _specs(transition: GradTransition) -> tuple[DistSpec, DistSpec]:
+    return transition.src.spec, transition.dst.spec
+
+
 def _reshard(x: Tensor, number: int) -> Tensor:
-    out: Tensor = _objects[number].run(x)
+    return _of_its_own(_objects[number].run(x), x)
+
+
+def _of_its_own(out: Tensor, x: Tensor) -> Tensor:
     if storage_id(out.untyped_storage()) == storage_id(x.untyped_storage()):
         return out.clone(memory_format=torch.contiguous_format)  # an operator returns new memory
     return out.contiguous()
@@ -67,6 +87,43 @@ def _reshard(x: Tensor, number: int) -> Tensor:
 
 def _fake_reshard(x: Tensor, number: int) -> Tensor:
     return x.new_empty(_objects[number].dst.spec.local_shape)
+
+
+def _start(x: Tensor, number: int) -> Tensor:
+    """Returns a tensor whose storage holds the work."""
+    begin, work = background(*_specs(_objects[number])), small_tensor()
+    assert begin is not None
+    work.untyped_storage().work = begin(x)  # type: ignore[attr-defined]
+    return work
+
+
+def _fake_start(x: Tensor, number: int) -> Tensor:
+    return small_tensor()
+
+
+def _wait(work: Tensor, x: Tensor, number: int) -> Tensor:
+    """``x``: what was sent; a compiler keeps its memory until here."""
+    return _of_its_own(work.untyped_storage().work.wait(), x)  # type: ignore[attr-defined]
+
+
+def _fake_wait(work: Tensor, x: Tensor, number: int) -> Tensor:
+    return _fake_reshard(x, number)
+
+
+def small_tensor() -> Tensor:
+    """Returns a tensor for its storage, which keeps an object as long as compiled code needs it."""
+    return torch.empty(1, dtype=torch.uint8, device="cpu")
+
+
+def _traced(x: Tensor, way: Way) -> Tensor:
+    number, starts = way
+    if not starts:
+        out: Tensor = torch.ops.disttensor.reshard(x, number)
+    else:
+        out = torch.ops.disttensor.wait_reshard(
+            torch.ops.disttensor.start_reshard(x, number), x, number
+        )
+    return out
 
 
 def _all_reduce(x: Tensor, op: str, group: int) -> Tensor:
@@ -87,30 +144,30 @@ def _fake_all_gather(x: Tensor, group: int) -> Tensor:
 
 class _TracedReshard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, number: int, back: int, scale: float, held: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, way: Way, back: Way, scale: float, held: Any) -> Tensor:
         ctx.back, ctx.scale = back, scale
-        if held is not None or number == NOTHING:
+        if held is not None or way[0] == NOTHING:
             out = x if held is None else held
             return out.view_as(out)
-        return torch.ops.disttensor.reshard(x, number)
+        return _traced(x, way)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         if ctx.scale != 1.0:
             grad = grad * ctx.scale
-        if ctx.back == REFUSED:
+        if ctx.back[0] == REFUSED:
             raise RuntimeError("a pending max, min, prod, any or all has no gradient")
-        if ctx.back != NOTHING:
-            grad = torch.ops.disttensor.reshard(grad, ctx.back)
+        if ctx.back[0] != NOTHING:
+            grad = _traced(grad, ctx.back)
         return grad, None, None, None, None
 
 
 def traced_reshard(
-    x: Tensor, number: int, back: int, scale: float, held: list[Tensor] | None = None
+    x: Tensor, way: Way, back: Way, scale: float, held: list[Tensor] | None = None
 ) -> Tensor:
-    """Returns the local after the transition ``number``. Its gradient goes through ``back``, after
-    a multiplication by ``scale``. ``held``: the result, if it was already communicated."""
-    out: Tensor = _TracedReshard.apply(x, number, back, scale, held[0] if held else None)
+    """Returns the local after the transition ``way``. Its gradient goes through ``back``, after a
+    multiplication by ``scale``. ``held``: the result, if it was already communicated."""
+    out: Tensor = _TracedReshard.apply(x, way, back, scale, held[0] if held else None)
     return out
 
 

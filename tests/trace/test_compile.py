@@ -6,16 +6,22 @@ from __future__ import annotations
 import copy
 import shutil
 import time
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.utils import run_and_get_code
 
 import disttensor as dt
 from disttensor import Partial, Replicate, Shard
 from disttensor.comm import compare_programs, failure_watch
+from disttensor.graphs.late_waits import wait_late
 from disttensor.runtime import current_runtime
+from reshard import planner
 from tests.support.pool import on_ranks, run_on_ranks
 from tests.trace.test_replay import LAYOUTS, MLP, TP, Attention, fed, mesh_of
 from tests.trace.twins import agree, twice
@@ -73,9 +79,15 @@ PAIRS = [R, S0, S1, Partial()]
 
 @on_ranks(2)
 def test_reshards_of_every_pair():
-    """As calls inside of a program: uneven pieces, half precision too."""
+    """As calls inside of a program: uneven pieces, half precision too; at once, and started and
+    waited for."""
     mesh = mesh_of(2)["tp"]
-    for dtype in (torch.float32, torch.float16):
+    small, all_sizes = nullcontext(), mock.patch.object(planner, "WORTH", 1)
+    for dtype, rows, which in (
+        (torch.float32, 5, small),
+        (torch.float16, 5, small),
+        (torch.float32, 7, all_sizes),
+    ):
         for a in PAIRS:
             for b in PAIRS:
                 if isinstance(b, Partial) and a != b:
@@ -89,13 +101,14 @@ def test_reshards_of_every_pair():
                     )
                     return (y * 1.0).redistribute(placements=[b]) * 3
 
-                x = fed_in(mesh, dtype)
-                fast = agree(lambda: move, x, x, x, through=compiled("aot_eager"))
+                x = fed_in(mesh, dtype, rows)
+                with which:
+                    fast = agree(lambda: move, x, x, x, through=compiled("aot_eager"))
                 assert fast.breaks() == []
 
 
-def fed_in(mesh, dtype):
-    data = torch.linspace(-1, 1, 15, dtype=dtype).view(5, 3)
+def fed_in(mesh, dtype, rows):
+    data = torch.linspace(-1, 1, 3 * rows, dtype=dtype).view(rows, 3)
     return lambda: (dt.shard_tensor(data, mesh, [S1]).requires_grad_(),)
 
 
@@ -176,6 +189,43 @@ def test_what_cannot_be_compiled_runs_call_by_call():
     assert len(fast.why()) == 1 and "reads a value" in fast.why()[0], fast.why()
 
 
+@on_ranks(2)
+def test_what_a_reshard_does_not_need_runs_while_it_communicates():
+    """Of large messages, in the graphs of inductor: forward and backward."""
+    mesh, graphs = dt.init_mesh((2,), ("tp",)), []
+
+    def collect(graph, inputs):
+        wait_late(graph.graph)
+        graph.graph.lint()
+        graph.recompile()
+        graphs.append(" ".join(f"{node.args[:2]} {node.target}" for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    def function(x, a, w):
+        whole = x.redistribute(placements=[R])
+        other = a.sin() @ a
+        return (whole @ w).cos().sum() + other.sum()
+
+    def compile(target):
+        torch._dynamo.reset()
+        return dt.compile(target, backend=aot_autograd(fw_compiler=collect, bw_compiler=collect))
+
+    for wide in (257, 1):
+
+        def make(wide=wide):
+            torch.manual_seed(0)
+            whole = [torch.randn(*shape) for shape in ((wide, 300), (64, 64), (300, wide))]
+            layouts = zip(whole, ([S0], [R], [S1]), strict=True)
+            return [dt.shard_tensor(t, mesh, at).requires_grad_() for t, at in layouts]
+
+        assert agree(lambda: function, make, make, make, through=compile).breaks() == []
+    forward, backward, *small = graphs
+    assert forward.index("start_reshard") < forward.index("aten.mm") < forward.index("wait_reshard")
+    start, end = backward.rindex("start_reshard"), backward.rindex("wait_reshard")
+    assert backward[start:end].count("aten.mm") == 3  # of w and twice of a; that of x is before
+    assert small and "start_reshard" not in "".join(small)
+
+
 @pytest.mark.filterwarnings("ignore")  # inductor warns of torch's own code
 @pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a compiler")
 @pytest.mark.limit(400)
@@ -193,6 +243,19 @@ def test_inductor_gives_the_numbers_of_eager_calls():
             found.append([x.grad.full_tensor(), *[p.grad.full_tensor() for p in twin.parameters()]])
         torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
     assert fast.forward.replays == 2 and not fast.forward.breaks()
+
+    def program(x, a):
+        return x.redistribute(placements=[R, R]), a @ a
+
+    x, a = (fed(mesh, 300, 300, at=at)()[0].detach() for at in ((R, S0), (R, R)))
+    fast = dt.compile(program, mode="default", options={"fx_graph_cache": False})
+    whole, square = program(x, a)
+    fast(x, a)
+    (found, product), codes = run_and_get_code(fast, x, a)
+    assert found.full_tensor().equal(whole.full_tensor())
+    torch.testing.assert_close(product.full_tensor(), square.full_tensor(), rtol=1e-4, atol=1e-4)
+    code = codes[0]
+    assert code.index(".start_reshard") < code.index("kernels.mm") < code.index(".wait_reshard")
 
 
 @on_ranks(2)

@@ -1,0 +1,71 @@
+"""Communication beside computation in graphs of inductor: a reshard starts as soon as its local is
+there, and is waited for before the first call that reads its result.
+
+The operators keep their order among each other, so all ranks send the same messages in one order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from disttensor.torch_private import inductor_pass, options_of_mode
+
+
+def with_late_waits(options: dict[str, Any]) -> dict[str, Any]:
+    """Returns options of ``torch.compile`` by which inductor calls ``wait_late``, and keeps the
+    order of calls that it gives them."""
+    ours = inductor_pass(wait_late, __file__) | {"reorder_for_peak_memory": False}
+    given = options_of_mode(options.get("mode")) | options.get("options", {})
+    return {**options, "mode": None, "options": ours | given}
+
+
+def wait_late(graph: Graph) -> None:
+    """Moves each ``start_reshard`` before all that it does not need, and each ``wait_reshard`` down
+    to the first call that reads its result."""
+    ops = torch.ops.disttensor
+    for node in [n for n in graph.nodes if ops.start_reshard.default in n.args]:
+        _move_up(node)
+    for node in reversed([n for n in graph.nodes if n.target is ops.wait_reshard.default]):
+        _move_down(graph, node)
+
+
+def _move_up(start: Node) -> None:
+    """Moves what ``start`` does not need behind it, back to the operator before it."""
+    needed, queue = {start}, [start]
+    while queue:
+        new = set(queue.pop().all_input_nodes) - needed
+        needed |= new
+        queue += new
+    node = start.prev
+    while node.op == "call_function" and not _writes(node) and node.target is not start.target:
+        before = node.prev
+        if node not in needed:
+            start.append(node)
+        node = before
+
+
+def _move_down(graph: Graph, wait: Node) -> None:
+    places = {node: i for i, node in enumerate(graph.nodes)}
+    chain = [wait, *_views(wait)]
+    ends = [n for n in graph.nodes if _writes(n) and places[n] > places[wait]]
+    first = min([*chain[-1].users, *ends], key=places.__getitem__, default=wait)
+    for node in chain if first not in chain else ():
+        first.prepend(node)
+
+
+def _writes(node: Node) -> bool:
+    """Returns True for a call that writes to an argument, as at the end of a graph."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _views(node: Node) -> Iterator[Node]:
+    """Yields the calls after ``node`` that only make a view, as long as each has one reader."""
+    while len(node.users) == 1:
+        (node,) = node.users
+        if not (isinstance(node.target, torch._ops.OpOverload) and node.target.is_view):
+            return
+        yield node
