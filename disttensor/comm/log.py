@@ -13,7 +13,7 @@ from disttensor.errors import user_line
 from disttensor.observe import Observer, observers
 from disttensor.torch_private import current_backward
 
-BESIDE = ", beside it"  # in a table: a collective that runs in the background of its phase
+OVERLAPPED = ", overlapped"  # in a table: the phase of a collective in the background
 WAITED = ", waited for at"
 
 
@@ -78,7 +78,7 @@ class CommLog(Observer):
                 r.kind,
                 r.axis,
                 f"{r.bytes:,}",
-                r.phase + BESIDE * r.background,
+                r.phase + OVERLAPPED * r.background,
                 str(list(r.shape)),
                 r.where + f"{WAITED} {r.waited}" * bool(r.waited),
             )

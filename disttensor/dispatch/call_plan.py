@@ -32,10 +32,10 @@ class ReadKind(IntEnum):
 class Read(NamedTuple):
     """How the local function receives one argument.
 
-    spec      reshard to this first; None: no reshard
-    varying   axes over which this use varies: they define the meaning of its gradient
-    regular   the spec that stands for a regular tensor, which becomes a DistTensor first
-    elements  of a container: one Read for each tensor in it; () if all locals are passed unchanged
+    spec      reshard to this first; None: no reshard.
+    varying   axes over which this use varies: they define the meaning of its gradient.
+    regular   the spec that stands for a regular tensor, which becomes a DistTensor first.
+    elements  of a container: a Read for each tensor in it; () if all locals are passed unchanged.
     """
 
     kind: ReadKind
@@ -60,26 +60,26 @@ class Origin(Enum):
 class CallPlan:
     """The plan of all calls of one key.
 
-    func              the function that the user called: for errors, and to dispatch again
-    local             runs on locals; None: this rank is off the mesh, and no kernel runs
-    specs             of the tensor arguments (a regular tensor counts as replicated)
-    input_specs       for each the spec that it is resharded to, or None; () where all stay
-    reads             of the positional arguments, then of those named in ``keywords``
-    results           specs of the results in order. Their dtypes hold if ``is_checked``
-    template          off the mesh: the return value, with an ``infer.TensorResult`` for each tensor
-    is_view           the results are views of the first argument
-    is_copy           ... of resharded data, and so copies (see tensor/views.py)
-    writes            numbers of the tensors that are written; None: no in-place call
-    untracked_writes  autograd does not count these writes: fused kernels, custom operators
-    may_reuse         for each tensor: True if pending, so that an earlier reduction may be read
-    reduce_first      for each tensor the spec to reduce it to before the call is dispatched again
+    func              the function that the user called: for errors, and to dispatch again.
+    local             runs on locals; None: this rank is off the mesh, and no kernel runs.
+    specs             of the tensor arguments (a regular tensor counts as replicated).
+    input_specs       for each the spec to which it is resharded, or None; () if none is.
+    reads             of the positional arguments, then of those named in ``keywords``.
+    results           specs of the results in order. Their dtypes hold if ``is_checked``.
+    template          off the mesh: the return value, with a ``TensorResult`` for each tensor.
+    is_view           the results are views of the first argument.
+    is_copy           the results of a view are copies, as data was moved (see tensor/views.py).
+    writes            numbers of the tensors that are written; None: no in-place call.
+    untracked_writes  autograd does not count these writes: fused kernels, custom operators.
+    may_reuse         for each tensor: True if pending, so that an earlier reduction may be read.
+    reduce_first      for each tensor the spec to reduce it to before the call is dispatched again.
     draws             off the mesh: the call draws random numbers. A function of the arguments
-                      returns True where such a call draws none
-    broadcasts_shape  shapes depend on data: a rank of the mesh sends them to ranks off the mesh
-    is_simple         no tensor is resharded, written or viewed, and there is one result
-    native            the C code may run this call
-    autocast          off the mesh: the plans of the same calls under autocast, by its dtype
-    call              the description that ranks compare
+                      returns True where such a call draws none.
+    broadcasts_shape  shapes depend on data: a rank of the mesh sends them to ranks off the mesh.
+    is_simple         no tensor is resharded, written or viewed, and there is one result.
+    native            the C code may run this call.
+    autocast          off the mesh: the plans of the same calls under autocast, by its dtype.
+    call              the description that ranks compare.
     """
 
     func: Function
@@ -119,11 +119,11 @@ class Answer:
 class PythonCall:
     """A call that a Python function runs: ``run(planned, args, kwargs)``.
 
-    func         the function that the user called
-    run          a named function of this package; the other fields are its parameters
-    why          the reason why there is no plan: for the warning and the error of a gather
-    is_expected  a gather that gives no warning
-    setting      of a call that is planned by value: the setting that its rule depends on, or None
+    func         the function that the user called.
+    run          a named function of this package; the other fields are its parameters.
+    why          the reason why there is no plan: for the warning and the error of a gather.
+    is_expected  a gather that gives no warning.
+    setting      of a call that is planned by value: the setting that its rule depends on, or None.
     """
 
     func: Function

@@ -55,12 +55,12 @@ def handler(*funcs: Function) -> Callable[[Function], Function]:
 class RulePlan:
     """Everything about a call by rule that does not depend on data.
 
-    factors          of this call, or of a call that differs in the sizes of letters only
-    specs            of the tensor arguments, in order (a regular tensor counts as replicated)
-    shapes           of the results
-    input_specs[i]   the spec that tensor argument i is resharded to, or None
-    varying_axes[i]  the axes over which its use varies (sorted)
-    output_specs     of the results; the first run shows their dtypes
+    factors          of this call, or of a call that differs in the sizes of letters only.
+    specs            of the tensor arguments, in order (a regular tensor counts as replicated).
+    shapes           of the results.
+    input_specs[i]   the spec that tensor argument i is resharded to, or None.
+    varying_axes[i]  the axes over which its use varies (sorted).
+    output_specs     of the results; the first run shows their dtypes.
     """
 
     func: Function

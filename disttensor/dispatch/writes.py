@@ -19,7 +19,7 @@ Function = Callable[..., Any]
 @lru_cache(maxsize=1024)
 def is_untracked(func: Function) -> bool:
     """Returns True if autograd may not count the writes of ``func``: it does not count the writes
-    of torch's fused kernels, and may not count those of functions outside torch."""
+    of torch's fused kernels, and may not count the writes of functions outside torch."""
     ours = (getattr(func, "__module__", None) or "torch").startswith("torch")
     fused = getattr(func, "__name__", "").startswith(("_fused_", "_amp_"))
     return fused or bool(schemas_of(func)) or not ours

@@ -35,12 +35,12 @@ _KEPT = 64  # forwards of a segment whose nodes are kept separately
 class SegmentForward:
     """The forwards of one segment: those that run now, and the nodes that each made.
 
-    running  modules whose forwards are on the stack
-    ran      modules whose forwards have ended since the last ``close``
-    is_open  from the start to the end of a forward with grad enabled
+    running  modules whose forwards are on the stack.
+    ran      modules whose forwards have ended since the last ``close``.
+    is_open  from the start to the end of a forward with grad enabled.
     numbers  (its first number, the number after its last) of each forward, by ``node_count``. Old
-             entries are merged: a backward through such a graph may enter the segment needlessly
-    plan     called for each forward that a backward will enter, then ``enter`` and ``leave``
+             entries are merged: a backward through such a graph may enter the segment needlessly.
+    plan     called for each forward that a backward will enter, then ``enter`` and ``leave``.
     """
 
     def __init__(

@@ -22,10 +22,10 @@ _EXPECTED = "a MixedPrecisionPolicy of torch.distributed.fsdp, or a dict {name o
 
 
 class Policy(NamedTuple):
-    """param_dtype          of unsharded parameters; None: their own dtype
-    reduce_dtype         of sums between ranks; None: the dtype of the unsharded parameters
-    output_dtype         of floating results of the named modules; None: no cast
-    cast_forward_inputs  True if floating arguments are cast to ``param_dtype``
+    """param_dtype          of unsharded parameters; None: their own dtype.
+    reduce_dtype         of sums between ranks; None: the dtype of the unsharded parameters.
+    output_dtype         of floating results of the named modules; None: no cast.
+    cast_forward_inputs  True if floating arguments are cast to ``param_dtype``.
     """
 
     param_dtype: torch.dtype | None = None

@@ -36,11 +36,11 @@ ShardState = Enum("ShardState", "SHARDED GATHERING GATHERED VISIBLE")
 class Segment:
     """The parameters of some modules.
 
-    modules             modules whose forward uses the parameters
+    modules             modules whose forward uses the parameters.
     persist             True if gathered parameters stay until they change (stages 1 and 2, or
-                        modules on several meshes)
-    free_after_forward  True if they are freed after the forward, and gathered for the backward
-    is_brief            True if freed memory returns to a pool, for the next segment
+                        modules on several meshes).
+    free_after_forward  True if they are freed after the forward, and gathered for the backward.
+    is_brief            True if freed memory returns to a pool, for the next segment.
     """
 
     def __init__(

@@ -31,12 +31,12 @@ class GradCollector(Protocol):
 
 
 class GradSlot:
-    """grad       the last result of ``.grad``
-    owner      of a gradient: a weak reference to the leaf whose gradient this is
-    collector  collects the gradients of this leaf on other tensors
-    fixed_by   the feature that relies on the leaf's layout and dtype
-    memory     the persistent memory of its gradient
-    bucket     equal for leaves whose gradients are reduced together, during the backward
+    """grad       the last result of ``.grad``.
+    owner      of a gradient: a weak reference to the leaf whose gradient this is.
+    collector  collects the gradients of this leaf on other tensors.
+    fixed_by   the feature that relies on the leaf's layout and dtype.
+    memory     the persistent memory of its gradient.
+    bucket     equal for leaves whose gradients are reduced together, during the backward.
     """
 
     grad: Any = None

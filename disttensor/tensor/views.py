@@ -28,10 +28,10 @@ _current: list[int] = []
 class ViewState:
     """State of the views of a tensor. Made on first use; only this module writes to it.
 
-    func, storages  of a copy: the view function, and the memory of its source (kept alive)
-    write_back      brings a write to this copy back to its source; None: it would be lost
-    uncounted       True for ``.data``: autograd counts writes to it separately
-    base, views     off the mesh: the tensor whose memory this shares; weak references to its views
+    func, storages  of a copy: the view function, and the memory of its source (kept alive).
+    write_back      brings a write to this copy back to its source; None: it would be lost.
+    uncounted       True for ``.data``: autograd counts writes to it separately.
+    base, views     off the mesh: the tensor whose memory this shares; weak references to its views.
     """
 
     func: Any = None

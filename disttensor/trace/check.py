@@ -15,7 +15,7 @@ from disttensor.trace.record import Program
 Tensor = torch.Tensor
 
 
-def beside_eager(
+def compare_with_eager(
     name: str, program: Program, inputs: Sequence[Any], written: Sequence[Any],
     eager: Callable[[], tuple[Any, Program | str]],
 ) -> Any:  # fmt: skip

@@ -118,7 +118,7 @@ class Replay(GuardedForward):
         sources = sources_of(call)[0]
         written = [sources[name] for name in program.written]
         eager = partial(self.trace, call)
-        return check.beside_eager(self.name(), program, call.inputs, written, eager)
+        return check.compare_with_eager(self.name(), program, call.inputs, written, eager)
 
 
 def sources_of(call: ForwardCall) -> tuple[dict[str, Any], list[str]]:

@@ -26,10 +26,10 @@ INTS = (torch.int64, torch.int32, torch.int16, torch.int8, None)
 class Indexed:
     """The dims of an indexed tensor and of its result.
 
-    out      (letter, size) of each dim of the result: of the input, of an index, or whole
-    whole    letters of the input that are indexed
-    tensors  the index tensors, in order, with their letters
-    mask     the index is one bool tensor over the first dims
+    out      (letter, size) of each dim of the result: of the input, of an index, or whole.
+    whole    letters of the input that are indexed.
+    tensors  the index tensors, in order, with their letters.
+    mask     the index is one bool tensor over the first dims.
     """
 
     out: list[tuple[Letter, int]] = field(default_factory=list)

@@ -43,8 +43,8 @@ def along(target: Arg, dim: int, others: list[Arg], terms: Terms, adds: bool = F
 
 
 def together(*tensors: Any) -> Terms:
-    """Returns the terms of a call that is linear in these tensors together: none if one of them is
-    a number, or has bools."""
+    """Returns the terms of a call that is linear in these tensors together: none if a number, or a
+    tensor of bools, is among them."""
     if not all(isinstance(t, Arg) and t.dtype is not torch.bool for t in tensors):
         return ()
     return tuple(frozenset({t.index}) for t in tensors)
