@@ -220,6 +220,11 @@ def options_of_mode(mode: str | None) -> dict[str, Any]:
     return torch._inductor.list_mode_options(mode) if mode else {}
 
 
+def mark_parameter(x: torch.Tensor) -> None:
+    """Makes compilers take ``x`` for memory that stays, which costs nothing until the backward."""
+    torch._dynamo.mark_static_address(x, guard=False)
+
+
 def is_untraceable(error: Exception) -> bool:
     """Returns True for the error of Dynamo at a call that it cannot trace into one graph."""
     return isinstance(error, torch._dynamo.exc.Unsupported)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import types
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from disttensor.graphs.traced_comm import (
     way_of,
 )
 from disttensor.settings import snapshot
-from disttensor.torch_private import is_untraceable
+from disttensor.torch_private import is_untraceable, mark_parameter
 from disttensor.trace.record import Program, in_mode
 from disttensor.trace.tape import Line, LineCall, LineKind, call_text, define, tensors_in, variables
 from reshard import cross_mesh
@@ -43,22 +44,24 @@ _BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.Wrapper
 _OURS = {"disttensor", "ops", "reshard"}
 _LINE = re.compile(r'"<replay>", line (\d+), in local')
 _NAME = re.compile(r"\b[cf]\d+\b")
+_OWN = re.compile(r"\bp\d+\b")  # a source that is no argument
 _STARTED = re.compile(r"\(\d+, True\)")  # a Way
 _functions: Cache[Any, Any] = Cache(256)  # text and values -> (LocalFunction, the values)
 
 
 class LocalFunction:
     """A function of locals and its compiled form. ``names``: what each of its lines calls.
+    ``owned``: which of its tensors are parameters and buffers.
 
     run: the compiled function. breaks: the calls at which its graphs end. is_one_graph: None until
     the first call finds out whether Dynamo can trace all lines.
     """
 
     def __init__(
-        self, local: Function, names: Sequence[str], breaks: dict[str, None], backend: Any,
-        options: dict[str, Any],
+        self, local: Function, names: Sequence[str], owned: Sequence[bool],
+        breaks: dict[str, None], backend: Any, options: dict[str, Any],
     ) -> None:  # fmt: skip
-        self.names, self.breaks = names, breaks
+        self.names, self.owned, self.breaks = names, owned, breaks
         options = {"backend": backend, "dynamic": False, **options}
         self.graph = torch.compile(local, **{"fullgraph": True, **options})
         self.run = torch.compile(local, **options)
@@ -66,6 +69,8 @@ class LocalFunction:
 
     def __call__(self, *tensors: Tensor) -> Any:
         if self.is_one_graph is None:
+            for tensor in compress(tensors, self.owned):
+                mark_parameter(tensor)
             try:
                 result = self.graph(*tensors)
             except RuntimeError as error:
@@ -104,7 +109,9 @@ def compiled(
     kind = text, tuple(metas.items()), snapshot(device)
     if backend == "inductor" and _STARTED.search(text):
         options = with_late_waits(options)
-    local = _local_function(kind, [_named(c.func) for c in calls], scope, found, backend, options)
+    owned = {v for text in reads if _OWN.search(text) for v in tensors_in(text)}
+    about = [_named(c.func) for c in calls], [v in owned for v in given]
+    local = _local_function(kind, about, scope, found, backend, options)
 
     def first(*tensors: Tensor) -> Any:
         result = local(*tensors)
@@ -120,7 +127,7 @@ def compiled(
 
 
 def _local_function(
-    kind: tuple[str, Any, Any], calls: Sequence[str], scope: dict[str, Any],
+    kind: tuple[str, Any, Any], about: tuple[list[str], list[bool]], scope: dict[str, Any],
     breaks: dict[str, None], backend: Any, options: dict[str, Any],
 ) -> LocalFunction:  # fmt: skip
     """Returns the function that a text defines, the same one for the same text, metadata of its
@@ -133,7 +140,7 @@ def _local_function(
         inside = dict(zip(names, values, strict=True))
         inside |= {"set_grad_enabled": torch.set_grad_enabled, "traced_call": traced_call}
         local = define("local", text, inside)
-        found = LocalFunction(local, calls, breaks, backend, options)
+        found = LocalFunction(local, *about, breaks, backend, options)
         _functions[key] = found, values  # an id stands for a value only as long as that lives
     found, _ = _functions[key]
     return found

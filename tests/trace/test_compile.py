@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from functorch.compile import make_boxed_func
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.utils import run_and_get_code
 
@@ -224,6 +224,29 @@ def test_what_a_reshard_does_not_need_runs_while_it_communicates():
     start, end = backward.rindex("start_reshard"), backward.rindex("wait_reshard")
     assert backward[start:end].count("aten.mm") == 3  # of w and twice of a; that of x is before
     assert small and "start_reshard" not in "".join(small)
+
+
+@on_ranks(2)
+def test_a_program_saves_what_plain_pytorch_saves():
+    """Parameters, and not views of them."""
+    mesh, saved = mesh_of(2), []
+
+    def collect(graph, inputs):
+        (outputs,) = next(node.args for node in graph.graph.nodes if node.op == "output")
+        saved.append(sorted((n.op, *n.meta["val"].shape) for n in outputs if n is not None))
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=collect, partition_fn=min_cut_rematerialization_partition)
+    made, x = MLP(), torch.randn(6, 6)
+    both = (
+        torch.compile(copy.deepcopy(made), backend=backend, dynamic=False),
+        dt.compile(dt.shard_module(made, mesh), backend=backend),
+    )
+    for model, y in zip(both, (x, dt.shard_tensor(x, mesh)), strict=True):
+        for _ in range(2):
+            model(y).sum().backward()
+    plain, ours = saved[::2]
+    assert ours == plain
 
 
 @pytest.mark.filterwarnings("ignore")  # inductor warns of torch's own code
