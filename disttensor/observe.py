@@ -115,7 +115,7 @@ def _call_callbacks() -> None:
 
 
 @contextmanager
-def observers_aside() -> Iterator[None]:
+def hide_observers() -> Iterator[None]:
     """Hides the block from the open observers: its ranks and messages are simulated."""
     before = observers[:]
     observers.clear()

@@ -250,15 +250,15 @@ _MARK = [0x64697374, 0x74656E73]
 _Words = ctypes.c_uint32 * (_STATE_SIZE // 4)
 
 
-def carry(state: torch.Tensor, *values: int) -> None:
+def embed(state: torch.Tensor, *values: int) -> None:
     """Writes integers of 64 bits into a state of the CPU's generator, where torch reads nothing."""
     halves = [half for v in values for half in (v & 0xFFFFFFFF, v >> 32)]
     for i, half in enumerate(_MARK + halves):
         _words_of(state)[_FIRST + 2 * i] = half
 
 
-def carried(state: torch.Tensor, count: int) -> tuple[tuple[int, ...] | None, bytes]:
-    """Returns the ``count`` integers that ``carry`` wrote, or None, and the bytes of the state."""
+def read_embedded(state: torch.Tensor, count: int) -> tuple[tuple[int, ...] | None, bytes]:
+    """Returns the ``count`` integers that ``embed`` wrote, or None, and the bytes of the state."""
     words = _words_of(state)
     mark, halves = words[_FIRST : _FIRST + 4 : 2], words[_FIRST + 4 : _FIRST + 4 + 4 * count : 2]
     found = tuple([halves[i] | halves[i + 1] << 32 for i in range(0, 2 * count, 2)])
@@ -424,7 +424,7 @@ jit_tracers: tuple[tuple[Any, str], ...] = tuple(
 # Process groups -----------------------------------------------------------------------------------
 
 _world: Any = need("to know the world", c10d, "_world")
-# The default process group, or None, also inside ``world_hidden``. dist.group.WORLD is slower: two
+# The default process group, or None, also inside ``hide_world``. dist.group.WORLD is slower: two
 # properties.
 default_group: Callable[[], Any] = partial(
     attrgetter("_default_pg" if hasattr(_world, "_default_pg") else "default_pg"), _world
@@ -437,7 +437,7 @@ def default_store() -> Any:
 
 
 @contextmanager
-def world_hidden() -> Iterator[None]:
+def hide_world() -> Iterator[None]:
     """Hides the default process group of torch.distributed in its block: ``is_initialized()`` is
     False, in all threads. Existing groups work, and ``default_group`` returns the same group.
 
@@ -510,7 +510,7 @@ _unregister_all = need("to put process groups aside", c10d, "_unregister_all_pro
 
 
 @contextmanager
-def process_groups_aside() -> Iterator[None]:
+def hide_process_groups() -> Iterator[None]:
     """Removes the process groups in its block. Groups that are made inside are dropped at its end,
     and the earlier groups are restored."""
     seen, c10d._world = c10d._world, _world

@@ -68,7 +68,7 @@ def from_local(
         size, dtype = received
         return execute.off_mesh_leaf(spec_of(mesh, size, dtype, *how), local.requires_grad)
     asked = shape is None
-    with objects.sends_error(mesh.root.ranks, mesh.device) if asked else nullcontext():
+    with objects.send_errors(mesh.root.ranks, mesh.device) if asked else nullcontext():
         x = from_pieces(local, mesh, layout_from(mesh, local.ndim, *how), shape, axes)
     compare_programs.record_entry("from_local", x.spec)
     if asked:

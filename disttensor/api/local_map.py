@@ -28,7 +28,7 @@ from disttensor.core.mesh import ProcessMesh, as_mesh
 from disttensor.core.placement import as_placement
 from disttensor.core.spec import DistSpec
 from disttensor.dispatch.key import key_of
-from disttensor.dispatch.resolve import one_mesh, regular_spec
+from disttensor.dispatch.resolve import mesh_of_call, regular_spec
 from disttensor.dispatch.run import as_replicated
 from disttensor.meta import execute
 from disttensor.pytree import Uncacheable, collect, find_tensors, rebuild, substitute
@@ -126,7 +126,7 @@ def local_map(
                 known[key] = received
             return execute.wrap_received(received, mesh, args, kwargs)
         broadcasts = key not in known
-        with objects.sends_error(mesh.root.ranks, mesh.device) if broadcasts else nullcontext():
+        with objects.send_errors(mesh.root.ranks, mesh.device) if broadcasts else nullcontext():
             locals_ = [
                 _local_of(x, s, vary, g) for x, s, g in zip(inputs, specs, grads, strict=True)
             ]
@@ -185,7 +185,7 @@ def _mesh_of(fn: Any, args: Any, kwargs: Any, device_mesh: ProcessMesh | None) -
             "tuples and dicts; give the fields as arguments of their own"
         )
     if _number(tensors):
-        mesh = one_mesh(fn, tensors)
+        mesh = mesh_of_call(fn, tensors)
         if device_mesh not in (None, mesh):
             raise ValueError(f"local_map: device_mesh={device_mesh!r}; the tensors are on {mesh!r}")
         return mesh
@@ -230,7 +230,7 @@ def _local_of(x: DistTensor, spec: DistSpec, vary: set[int], placements: Any) ->
     axes = tuple(sorted(grads.partial_axes - split_axes))
     if gradient_type(GradType(spec, axes))[0].spec.layout == grads:
         return resharded_local(x, spec, axes)
-    return _regrad(resharded_local(x, spec, ()), spec, spec.with_layout(grads))
+    return _type_gradient(resharded_local(x, spec, ()), spec, spec.with_layout(grads))
 
 
 def _kind(args: Any, kwargs: Any, tensors: list[Any]) -> Any:
@@ -269,5 +269,5 @@ class _Regrad(torch.autograd.Function):
         return reshard_local(grad, GradType(given), GradType(wanted), None), None, None
 
 
-def _regrad(x: torch.Tensor, spec: DistSpec, given: DistSpec) -> torch.Tensor:
+def _type_gradient(x: torch.Tensor, spec: DistSpec, given: DistSpec) -> torch.Tensor:
     return _Regrad.apply(x, spec, given)

@@ -57,7 +57,7 @@ def shard_tensor(
         check_int("shard_tensor: src_rank", src_rank)
     how = placements, dims_mapping, partial_status
     if isinstance(data, DistTensor):
-        return _sharded_again(data, mesh, how, dtype, requires_grad, src_rank)
+        return _reshard_dist_tensor(data, mesh, how, dtype, requires_grad, src_rank)
     value = _values(data, meta=src_rank is None and not check)
     check_differentiable("shard_tensor", requires_grad or False, dtype or value.dtype)
     spec = spec_of(mesh, value.shape, dtype or value.dtype, *how)
@@ -109,7 +109,7 @@ def _values(data: Any, meta: bool) -> Tensor:
     return data
 
 
-def _sharded_again(
+def _reshard_dist_tensor(
     x: DistTensor, mesh: ProcessMesh, how: Any, dtype: torch.dtype | None,
     requires_grad: bool | None, src_rank: int | None,
 ) -> DistTensor:  # fmt: skip

@@ -29,7 +29,7 @@ Tensor = torch.Tensor
 def start_back(grad: Tensor, src: GradType, dst: GradType, tag: int) -> Work[Tensor]:
     """Starts to send the gradient ``grad`` of the local of ``dst``, or of its token, back through
     the transfer from ``src`` to ``dst`` with ``tag``."""
-    grad, at, to = _way_back(grad, src, dst)
+    grad, at, to = _transfer_back(grad, src, dst)
     return start(grad, at.spec, to.spec, tag ^ 1)
 
 
@@ -46,13 +46,13 @@ def own_memory(value: Tensor, local: Tensor) -> Tensor:
     return value.clone() if same else value
 
 
-def _way_back(grad: Tensor, src: GradType, dst: GradType) -> tuple[Tensor, GradType, GradType]:
-    at, to, scale = _ends_back(src, dst)
+def _transfer_back(grad: Tensor, src: GradType, dst: GradType) -> tuple[Tensor, GradType, GradType]:
+    at, to, scale = _backward_types(src, dst)
     return grad if scale == 1.0 else grad * scale, at, to
 
 
 @cached(4096)
-def _ends_back(src: GradType, dst: GradType) -> tuple[GradType, GradType, float]:
+def _backward_types(src: GradType, dst: GradType) -> tuple[GradType, GradType, float]:
     """Returns the gradient types of both ends of the transfer back, and the factor of the
     gradient."""
     (to, divide_src), (at, divide_dst) = gradient_type(src), gradient_type(dst)
@@ -89,7 +89,7 @@ class CrossMesh(torch.autograd.Function):
         activation_checkpoint.recompute_region(ctx)
         if not torch.is_grad_enabled():
             return start_back(grad, src, dst, tag).wait(), None, None, None, None, None
-        grad, at, to = _way_back(grad, src, dst)
+        grad, at, to = _transfer_back(grad, src, dst)
         with torch.no_grad():
             value = own_memory(start(grad.detach(), at.spec, to.spec, tag ^ 1).wait(), grad)
         anchor = token.anchor(value.device)

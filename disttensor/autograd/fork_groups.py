@@ -29,7 +29,7 @@ class BackwardGraph:
     """
 
     def __init__(self, roots: Sequence[Node], anchors: Sequence[Node]) -> None:
-        self.children, self.order = _below(roots)
+        self.children, self.order = _nodes_to_leaves(roots)
         of_anchors = set(anchors)
         found = self.children
         self.leaves = [n for n in self.order if not found[n] and n not in of_anchors]
@@ -138,7 +138,7 @@ def groups_of(graph: BackwardGraph, roots: Sequence[Node]) -> list[ParamGroup]:
         group.leaves = [node for node in group.nodes if node in leaves]
     for fork, below in forks:
         group = found[root_of(below[0])]
-        if below == [_handed_to(fork)]:
+        if below == [_receiver_of(fork)]:
             group.handed.append((fork, below[0]))
         else:
             group.starts.append(fork)
@@ -152,14 +152,14 @@ def groups_of(graph: BackwardGraph, roots: Sequence[Node]) -> list[ParamGroup]:
     return sorted(found.values(), key=newest, reverse=True)
 
 
-def _handed_to(node: Node) -> Node | None:
+def _receiver_of(node: Node) -> Node | None:
     """Returns the child that gets the gradient of ``node`` unchanged, or None. A custom function
     names this argument in ``hands_on``."""
     number = getattr(getattr(node, "_forward_cls", None), "hands_on", None)
     return None if number is None else node.next_functions[number][0]
 
 
-def _below(roots: Sequence[Node]) -> tuple[dict[Node, list[Node]], list[Node]]:
+def _nodes_to_leaves(roots: Sequence[Node]) -> tuple[dict[Node, list[Node]], list[Node]]:
     """Returns the reachable nodes that lead to a leaf, each with its children that do, and the
     nodes in order, children before parents."""
     children: dict[Node, list[Node]] = {}

@@ -40,7 +40,7 @@ def own(x: Tensor, dim: int, src: Range, dst: Range) -> Tensor:
     return x if src == dst else x.narrow(dim, start - src[0] if length else 0, length)
 
 
-def _exchanged(x: Tensor, dim: int, src: Ranges, dst: Ranges, group: Group) -> Tensor:
+def _exchange(x: Tensor, dim: int, src: Ranges, dst: Ranges, group: Group) -> Tensor:
     me, none = group.index, x.new_empty(0)
     shape = list(x.shape)
     shape[dim] = dst[me][1] - dst[me][0]
@@ -69,7 +69,7 @@ class _Fetch(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, dim: int, src: Ranges, dst: Ranges, group: Group) -> Tensor:
         ctx.how = dim, src, dst, group
         activation_checkpoint.join_region(ctx)
-        return _exchanged(x, dim, src, dst, group)
+        return _exchange(x, dim, src, dst, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

@@ -72,7 +72,7 @@ class SplitBackward:
         self.groups: list[ParamGroup] = []
         self.unsplit: list[UnsplitWeights] = []
         for group in groups_of(self.graph, self.edges):
-            why = REGION if reenters else _why_whole(group, keep_whole)
+            why = REGION if reenters else _why_unsplit(group, keep_whole)
             if why:
                 self.unsplit.append(([leaf.variable for leaf in group.leaves], why))
             else:
@@ -124,7 +124,7 @@ class SplitBackward:
                 self.engine(group.roots, group.grads, False, inputs=edges)
 
 
-def _why_whole(group: ParamGroup, keep_whole: Callable[[Any], str]) -> str:
+def _why_unsplit(group: ParamGroup, keep_whole: Callable[[Any], str]) -> str:
     """Returns the reason why the gradients of these weights cannot be deferred, or ""."""
     for start in group.starts:
         if isinstance(start, BackwardCFunction):

@@ -16,7 +16,7 @@ _writing: list[tuple[Path, threading.Thread]] = []  # the oldest first
 
 
 @contextlib.contextmanager
-def in_turn() -> Iterator[None]:
+def hold_lock() -> Iterator[None]:
     """Lets only one thread at a time call Checkpointers."""
     with _calling:
         yield

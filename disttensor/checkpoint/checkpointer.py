@@ -78,7 +78,7 @@ class Checkpointer:
         """Returns the steps of the complete checkpoints, the newest last."""
         return [saved.step for saved in folder.complete(self.folder)]
 
-    @writer.in_turn()
+    @writer.hold_lock()
     def save(self, step: int, *, background: bool = False, **state: Any) -> None:
         """Saves ``state`` atomically. Raises MismatchError if the ranks have not run the same
         program up to the last optimizer step.
@@ -110,7 +110,7 @@ class Checkpointer:
             values[RANDOM] = {"state": counter.get_state(), "torch": generator}
             return path, _specs(tensors), _digest(generator), digests, firsts
 
-        everyone = _agree(what, group, prepare)
+        everyone = _gather(what, group, prepare)
         seen: dict[Any, tuple[int, str]] = {}
         for rank, (*_, digests, firsts) in enumerate(everyone):
             for part, digest in digests.items():
@@ -149,7 +149,7 @@ class Checkpointer:
             error, self._error = self._error, None
             raise error
 
-    @writer.in_turn()
+    @writer.hold_lock()
     def load(self, step: int | None = None, **state: Any) -> int | None:
         """Fills ``state`` from the newest complete checkpoint, or from the checkpoint of ``step``.
         Returns its step, or None if there is none. ``state`` may be a part of the saved state.
@@ -161,7 +161,7 @@ class Checkpointer:
             step = check_int("Checkpointer.load: step", step, 0)
         self._wait()
         what, group = f"Checkpointer.load from {self.folder.name}", _group()
-        path = _agree(what, group, lambda: self._find(step) if group.index == 0 else None)[0]
+        path = _gather(what, group, lambda: self._find(step) if group.index == 0 else None)[0]
         if path is None:
             return None
 
@@ -184,8 +184,8 @@ class Checkpointer:
                 torch.set_rng_state(random["torch"])
             counter.set_state(*random["state"])
 
-        reached, random, fills = _on_all_ranks(what, group, read)
-        _on_all_ranks(what, group, fill)
+        reached, random, fills = _run_on_all_ranks(what, group, read)
+        _run_on_all_ranks(what, group, fill)
         return reached
 
     def _wait(self) -> None:
@@ -208,7 +208,7 @@ class Checkpointer:
         planner = _storage().Staged()
         planner.set_up_planner(tensors, is_coordinator=group.index == 0)
         if self._planned[0] != specs:
-            plans = _agree(what, group, planner.create_local_plan)
+            plans = _gather(what, group, planner.create_local_plan)
             self._planned = specs, planner.create_global_plan(plans)
         plans, metadata = self._planned[1]
         return planner, planner.finish_plan(plans[group.index]), metadata
@@ -237,8 +237,8 @@ class Checkpointer:
             folder.prune(self.folder, self.keep)
 
         try:
-            everyone = _agree(what, group, write)
-            _on_all_ranks(what, group, publish if group.index == 0 else lambda: None)
+            everyone = _gather(what, group, write)
+            _run_on_all_ranks(what, group, publish if group.index == 0 else lambda: None)
         except Exception:
             if group.index == 0:
                 shutil.rmtree(job.path, ignore_errors=True)
@@ -261,14 +261,14 @@ def _group(purpose: str = "") -> Group:
     return new_group(range(world()[1]), ("world",), f"checkpoint{purpose}")
 
 
-def _on_all_ranks(what: str, group: Group, run: Callable[[], T]) -> T:
+def _run_on_all_ranks(what: str, group: Group, run: Callable[[], T]) -> T:
     """Returns ``run()``; the error of any rank is raised on all."""
     results: list[T] = []
-    _agree(what, group, lambda: results.append(run()))
+    _gather(what, group, lambda: results.append(run()))
     return results[0]
 
 
-def _agree(what: str, group: Group, run: Callable[[], T]) -> list[T]:
+def _gather(what: str, group: Group, run: Callable[[], T]) -> list[T]:
     """Returns ``run()`` of every rank; the error of any rank is raised on all."""
     value, mine, error = None, None, None
     try:

@@ -18,7 +18,7 @@ from disttensor.core.layout import Box
 from disttensor.core.mesh import ProcessMesh, as_mesh
 from disttensor.nn.names import close_to
 from disttensor.nn.parameters import slots
-from disttensor.nn.shard_module import a_module, check_plan, shard_module
+from disttensor.nn.shard_module import check_module, check_plan, shard_module
 from disttensor.progress import bar
 from disttensor.tensor.checkpointable import prepare_to_read
 from disttensor.tensor.dist_tensor import DistTensor
@@ -61,7 +61,7 @@ def load_pretrained(
     >>> model.weight.dims_mapping
     [0, 1]
     """
-    a_module("pretrained.load: model", model)
+    check_module("pretrained.load: model", model)
     check_plan("pretrained.load", plan, init)
     check_bool("pretrained.load: strict", strict)
     check_names("pretrained.load", names)
@@ -85,7 +85,7 @@ def load_into(
     stored = {k: v for path in _paths(files) for k, v in stored_in(path).items()}
     parts = _parts(model, stored, names, strict)
     if shard is not None:
-        shard(_lacking(model, parts, init))
+        shard(_init_missing(model, parts, init))
     state: dict[str, Any] = model.state_dict(keep_vars=True)
     meta = [name for name in parts if state[name].is_meta]
     if meta:
@@ -174,7 +174,7 @@ def _sources(where: Any, stored: dict[str, Stored]) -> list[Part] | None:
     return out
 
 
-def _lacking(model: nn.Module, parts: dict[str, Any], init: Any) -> Callable[[nn.Module], Any]:
+def _init_missing(model: nn.Module, parts: dict[str, Any], init: Any) -> Callable[[nn.Module], Any]:
     """Returns an ``init`` for the modules with a tensor that the files lack."""
     state: dict[str, Any] = model.state_dict(keep_vars=True)
     filled = {id(state[name]) for name in parts}

@@ -48,7 +48,7 @@ class Stored(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def laid_out(path: Path, tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> Any:
+def plan_file(path: Path, tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> Any:
     """Returns (header of the file, its tensors, its size). Wide elements come first, so that
     all are aligned. Raises ValueError for a dtype that the format lacks."""
     begin, header, found = 0, {}, []

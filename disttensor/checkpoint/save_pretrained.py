@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from disttensor.checkpoint.safetensors_files import Stored, laid_out, write_rows
+from disttensor.checkpoint.safetensors_files import Stored, plan_file, write_rows
 from disttensor.checks import argument_error, check_int, check_type, is_int
 from disttensor.comm import objects
 from disttensor.comm.groups import world_group
 from disttensor.comm.process_group import world
 from disttensor.core.layout import Layout
 from disttensor.core.spec import DistSpec
-from disttensor.nn.shard_module import a_module
+from disttensor.nn.shard_module import check_module
 from disttensor.progress import Advance, bar
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.reshard import resharded
@@ -53,7 +53,7 @@ def save_pretrained(
     ...     [path.name for path in pathlib.Path(folder).iterdir()]
     ['model.safetensors']
     """
-    a_module("pretrained.save: model", model)
+    check_module("pretrained.save: model", model)
     check_type("pretrained.save: folder", folder, (str, Path), "a path")
     check_names("pretrained.save", names)
     folder = Path(folder)
@@ -61,11 +61,11 @@ def save_pretrained(
     files = _files(folder, tensors, _size(max_shard_size))
     first = world()[0] == 0
     try:
-        _together(lambda: _make(folder, files) if first else None)
+        _run_on_all_ranks(lambda: _make(folder, files) if first else None)
         with bar("saving", sum(x.nbytes for x in tensors.values()), "B") as advance:
             failures = [_write(inside, tensors, advance) for _, inside, _ in files]
-        _together(lambda: None, next(filter(None, failures), None))
-        _together(lambda: _publish(model, folder, files) if first else None)
+        _run_on_all_ranks(lambda: None, next(filter(None, failures), None))
+        _run_on_all_ranks(lambda: _publish(model, folder, files) if first else None)
     except OSError:
         for _, inside, _ in files if first else ():
             with contextlib.suppress(OSError):
@@ -119,7 +119,7 @@ def _size(limit: int | str) -> int:
 
 
 def _files(folder: Path, tensors: dict[str, Any], limit: int) -> list[Any]:
-    """Returns ``laid_out`` of each file, by its temporary name."""
+    """Returns ``plan_file`` of each file, by its temporary name."""
     groups: list[list[Any]] = [[]]
     filled = 0
     for name, x in tensors.items():
@@ -133,7 +133,7 @@ def _files(folder: Path, tensors: dict[str, Any], limit: int) -> list[Any]:
         ["model"] if count == 1 else [f"model-{i:05}-of-{count:05}" for i in range(1, count + 1)]
     )
     return [
-        laid_out(folder / f".{name}.safetensors.part", group)
+        plan_file(folder / f".{name}.safetensors.part", group)
         for name, group in zip(named, groups, strict=True)
     ]
 
@@ -193,7 +193,7 @@ def _write(inside: list[Stored], tensors: dict[str, Any], advance: Advance) -> E
     return error
 
 
-def _together(run: Callable[[], Any], error: Exception | None = None) -> None:
+def _run_on_all_ranks(run: Callable[[], Any], error: Exception | None = None) -> None:
     """Calls ``run()`` on all ranks. Raises OSError on all if one failed or has an ``error``."""
     try:
         if error is None:

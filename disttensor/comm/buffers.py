@@ -49,9 +49,9 @@ class Buffers:
     def drain(self, storage: Any) -> None:
         """Takes the memory of the storage back, which is empty afterwards."""
         self.lent = max(0, self.lent - storage.nbytes())
-        kept = torch.UntypedStorage(0, device="cpu")
-        swap_memory(kept, storage)
-        self.storages.append(kept)
+        memory = torch.UntypedStorage(0, device="cpu")
+        swap_memory(memory, storage)
+        self.storages.append(memory)
 
     def _reusable(self, nbytes: int, most: int) -> Any:
         """Returns the last used free storage of a size in this range, and moves it to the end."""
@@ -87,7 +87,7 @@ def is_free(storages: list[Any], i: int) -> bool:
 _ALONE = next(users_of_storage(some[0]) for some in [[torch.UntypedStorage(1)]])
 
 
-def kept() -> Buffers:
+def current_buffers() -> Buffers:
     """Returns the Buffers of the current world."""
     now = current_runtime()
     if now.buffers is None:
@@ -99,7 +99,7 @@ def empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns a temporary tensor [numel], uninitialized as ``torch.empty``."""
     if device.type != "cpu" or dispatch_modes():
         return torch.empty(numel, dtype=dtype, device=device)
-    storage = kept().take(numel * dtype.itemsize)
+    storage = current_buffers().take(numel * dtype.itemsize)
     return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (numel,), (1,))
 
 
@@ -119,7 +119,7 @@ def _made(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) 
 def fill(storage: Any, nbytes: int) -> None:
     """Gives an empty storage memory of its own."""
     if storage.device.type == "cpu" and not dispatch_modes():
-        kept().fill(storage, nbytes)
+        current_buffers().fill(storage, nbytes)
     else:
         storage.resize_(nbytes)
 
@@ -127,7 +127,7 @@ def fill(storage: Any, nbytes: int) -> None:
 def drain(storage: Any) -> None:
     """Takes the memory of a storage that was filled; the storage is empty afterwards."""
     if storage.device.type == "cpu" and storage.nbytes() and not dispatch_modes():
-        kept().drain(storage)
+        current_buffers().drain(storage)
     else:
         storage.resize_(0)
 

@@ -94,7 +94,7 @@ def start(
 
     def end(kept: Any = args) -> T:  # keeps the tensors alive until the end
         if entry is not None:
-            log.waited_for(entry)
+            log.record_wait(entry)
         try:
             wait(work, group, sent)
         except RuntimeError as error:

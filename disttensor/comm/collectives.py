@@ -31,7 +31,7 @@ Tensor = torch.Tensor
 T = TypeVar("T")
 
 
-def _decoded(total: Tensor, decode: Any, into: Tensor | None, after: float = 1.0) -> Tensor:
+def _decode_sum(total: Tensor, decode: Any, into: Tensor | None, after: float = 1.0) -> Tensor:
     """Multiplies a sum by ``after`` and decodes it. ``into``: the result, if it is known before."""
     if after != 1:
         total.div_(1 / after)
@@ -45,7 +45,7 @@ def _target(total: Tensor, decode: Any, x: Tensor) -> Tensor | None:
     return decode(total) if x.dtype.is_complex else None
 
 
-def _alone(result: Tensor, async_op: bool) -> Any:
+def _complete(result: Tensor, async_op: bool) -> Any:
     """Returns the result in a group of one rank."""
     return finished(result) if async_op else result
 
@@ -68,7 +68,7 @@ def all_reduce(
         return _sum(x, group)
     x = wire.check_memory("all_reduce", x, op) if inplace else x
     if n == 1:
-        return _alone(x.detach(), async_op)
+        return _complete(x.detach(), async_op)
     buffer, decode = (x, None) if inplace else wire.encode(x, op)
     native, before, after = wire.scale_factors(op, buffer, group)
     if not inplace and (decode is None or x.dtype.is_complex):  # not a copy yet
@@ -76,7 +76,7 @@ def all_reduce(
     elif before != 1:
         buffer.mul_(before)
     into = _target(buffer, decode, x)
-    finish = partial(_decoded, buffer, decode, into, after)
+    finish = partial(_decode_sum, buffer, decode, into, after)
     args = group.pg, [buffer], call_options("AllreduceOptions", async_op, native)
     go: Any = partial(start, into=into) if async_op else run
     return go("all_reduce", group, buffer, 2 * (n - 1) / n, _allreduce, args, finish, op)
@@ -125,7 +125,7 @@ def all_gather(
     shape = (n, *x.shape) if shape is None else shape
     if n == 1:
         joined = x.view(shape) if out is None else out.copy_(x.view(out.shape))
-        return _alone(joined, async_op)
+        return _complete(joined, async_op)
     whole = x.new_empty(shape) if out is None else out
 
     def finish() -> Tensor:
@@ -167,7 +167,7 @@ def reduce_scatter(
     shape = x.shape[1:] if shape is None else shape
     if n == 1:
         part = x.detach().reshape(shape)
-        return _alone(part if out is None else out.copy_(part), async_op)
+        return _complete(part if out is None else out.copy_(part), async_op)
     buffer, decode = wire.encode(x, op) if out is None else (x, None)
     if not group.in_rank_order:
         buffer = group.to_backend(buffer.reshape(n, -1))
@@ -184,7 +184,7 @@ def reduce_scatter(
 
         def finish() -> Tensor:
             wire.add_up(group.to_members(list(rows)), total.view(-1), op)
-            return _decoded(total, decode, into)
+            return _decode_sum(total, decode, into)
 
     else:
         native, before, after = wire.scale_factors(op, buffer, group)
@@ -192,7 +192,7 @@ def reduce_scatter(
             buffer = buffer * before
         fn, options = reduce_scatter_single, call_options("ReduceScatterOptions", async_op, native)
         args = group.pg, *wire.match_shapes(total, buffer), options
-        finish = partial(_decoded, total, decode, into, after)
+        finish = partial(_decode_sum, total, decode, into, after)
     go: Any = partial(start, into=into) if async_op else run
     return go("reduce_scatter", group, buffer, share, fn, args, finish, op)
 
@@ -258,7 +258,7 @@ def all_to_all_even(x: Tensor, group: Group, *, async_op: bool = False) -> Any:
     """Exchanges [n, *s]: x[i] goes to member i, and out[i] comes from member i."""
     n, x = group.size, wire.dense(x)
     if n == 1:
-        return _alone(x, async_op)
+        return _complete(x, async_op)
     x = group.to_backend(x)
     out = torch.empty_like(x)
     finish = partial(group.to_members, out)

@@ -81,7 +81,7 @@ call_when_cleared(CALLS.clear, received=True)
 
 
 @contextmanager
-def calls_aside() -> Iterator[None]:
+def preserve_calls() -> Iterator[None]:
     """Leaves the recorded calls as they are after a block that clears or adds some."""
     before = [*CALLS]
     try:
@@ -330,11 +330,11 @@ def compare_collective(group: Any, description: str) -> None:
     if number:  # all members have reached this call, so all have read the entry of the previous one
         store.delete_key(f"{of_group}/{number - 1}/{rank}")
     if len({call.split(" at ")[0] for call in calls.values()}) > 1:
-        lines = "\n".join(f"  rank {r}: {text}" for r, text in shortened(calls).items())
+        lines = "\n".join(f"  rank {r}: {text}" for r, text in shorten(calls).items())
         raise MismatchError(f"ranks disagree about the next collective over {axes}:\n{lines}")
 
 
-def shortened(calls: dict[int, str]) -> dict[int, str]:
+def shorten(calls: dict[int, str]) -> dict[int, str]:
     """Shortens long texts ("call at line") to the part around the first difference."""
     pairs = zip(*calls.values(), strict=False)
     cut = next((i for i, letters in enumerate(pairs) if len(set(letters)) > 1), 0)

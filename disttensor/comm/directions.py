@@ -32,16 +32,16 @@ def create_directions(peers: Iterable[int]) -> None:
     me, known = world()[0], current_runtime().groups
     for pair in sorted({(min(me, peer), max(me, peer)) for peer in peers if peer != me}):
         for sender in pair:
-            if (pair, _lane(sender)) not in known:
-                made = process_group(pair, (f"{pair[0]} <-> {pair[1]}",), _lane(sender))
+            if (pair, _purpose_of(sender)) not in known:
+                made = process_group(pair, (f"{pair[0]} <-> {pair[1]}",), _purpose_of(sender))
                 dist.barrier(made)  # a batch of messages may not be a group's first operation
 
 
 def group(sender: int, receiver: int) -> Any:
     """Returns the group of messages from ``sender`` to ``receiver``, created by ``meet``."""
     pair = min(sender, receiver), max(sender, receiver)
-    return current_runtime().groups[pair, _lane(sender)]
+    return current_runtime().groups[pair, _purpose_of(sender)]
 
 
-def _lane(sender: int) -> str:
+def _purpose_of(sender: int) -> str:
     return f"messages from {sender}"

@@ -50,7 +50,7 @@ class Watcher:
         self.rank, self.size = world()
         self.world, self.program = id(now.default), threading.get_ident()
         self.keeps_store, self.kept = keeps_store(), default_store()
-        self.store = _own_connection(self.kept, now.number)
+        self.store = _open_connection(self.kept, now.number)
         self.jobs: queue.SimpleQueue[tuple[Callable[[Any], None], threading.Event]] = (
             queue.SimpleQueue()
         )
@@ -119,7 +119,7 @@ class Watcher:
             machine, _, pid = (read_key(self.store, f"process/{r}") or "").rpartition(" ")
             if machine and machine != _machine():
                 elsewhere[r] = self.store.add(f"beat/{r}", 0)
-            elif machine and not _runs(int(pid)):
+            elif machine and not _is_running(int(pid)):
                 return r
         if elsewhere:
             time.sleep(_PATIENCE)
@@ -154,7 +154,7 @@ def _store_answers() -> bool:
     return True
 
 
-def _own_connection(store: Any, number: int) -> Any:
+def _open_connection(store: Any, number: int) -> Any:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     limit = timedelta(seconds=10)
@@ -172,7 +172,7 @@ def _machine() -> str:
         return f"{socket.gethostname()} {os.getpid()}"  # a name for this process only
 
 
-def _runs(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     """Returns True if the process exists and has not ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"

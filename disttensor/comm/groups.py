@@ -49,17 +49,17 @@ class Group:
         """Reorders one entry per member from mesh order to the backend's order."""
         if self.in_rank_order:
             return rows
-        return _picked(rows, sorted(range(self.size), key=self.order.__getitem__))
+        return _pick(rows, sorted(range(self.size), key=self.order.__getitem__))
 
     def to_members(self, rows: Any) -> Any:
         """Reorders one entry per member from the backend's order to mesh order."""
-        return rows if self.in_rank_order else _picked(rows, self.order)
+        return rows if self.in_rank_order else _pick(rows, self.order)
 
     def __repr__(self) -> str:
         return f"Group({'+'.join(self.axes)}: ranks {list(self.ranks)})"
 
 
-def _picked(rows: Any, order: Sequence[int]) -> Any:
+def _pick(rows: Any, order: Sequence[int]) -> Any:
     return rows[list(order)] if isinstance(rows, torch.Tensor) else [rows[i] for i in order]
 
 
@@ -97,7 +97,7 @@ def process_group(
     key = (members, purpose)
     if key not in now.groups:
         failure_watch.watch()
-        _linger()
+        _wait_for_gloo()
         try:
             now.groups[key] = _new_process_group(members, purpose, timeout)
         except Exception as error:
@@ -115,7 +115,7 @@ def _new_process_group(members: tuple[int, ...], purpose: str, timeout: float | 
     digest = hashlib.sha256(repr((members, purpose, attempt())).encode()).hexdigest()[:32]
     limit = None if timeout is None else timedelta(seconds=timeout)
     usual = timeout_of(current_runtime().default)  # torch gives each group 30 minutes
-    _arrive(members, digest, limit or usual)
+    _wait_for_members(members, digest, limit or usual)
     with group_name(f"disttensor_{digest}"):
         made = dist.new_group(members, limit or usual, use_local_synchronization=True)
         if limit is not None:  # the limit holds for the creation only
@@ -123,7 +123,7 @@ def _new_process_group(members: tuple[int, ...], purpose: str, timeout: float | 
         return made
 
 
-def _arrive(members: tuple[int, ...], name: str, limit: timedelta | None) -> None:
+def _wait_for_members(members: tuple[int, ...], name: str, limit: timedelta | None) -> None:
     """Waits until all members are here. Raises RuntimeError if one of them ends, fails or is late;
     torch does not check whether the members live."""
     watcher = failure_watch.watcher_of(current_runtime())
@@ -142,7 +142,7 @@ def _arrive(members: tuple[int, ...], name: str, limit: timedelta | None) -> Non
 
 
 @cache
-def _linger() -> None:
+def _wait_for_gloo() -> None:
     """Gives gloo's threads a moment at exit to release the last tensors. A thread that requests the
     GIL for this while Python shuts down aborts the process (seen with torch 2.13 and Python 3.11,
     also without this project)."""

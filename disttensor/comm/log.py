@@ -116,6 +116,6 @@ def record(
     return entry
 
 
-def waited_for(entry: CommRecord) -> None:
+def record_wait(entry: CommRecord) -> None:
     """Records that this line waits for the collective; only this field is set later."""
     object.__setattr__(entry, "waited", user_line())

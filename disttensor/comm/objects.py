@@ -72,7 +72,7 @@ def send_object(value: Any, ranks: Sequence[int], device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def sends_error(ranks: Sequence[int], device: torch.device) -> Iterator[None]:
+def send_errors(ranks: Sequence[int], device: torch.device) -> Iterator[None]:
     """Sends an error of the block, as ``send_object`` does: ``recv_object`` raises it on the other
     ranks, which wait for the result of the block."""
     try:

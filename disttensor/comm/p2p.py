@@ -274,7 +274,7 @@ def _send(now: Runtime, sends: Sequence[tuple[int, Tensor]], tag: int, label: ob
 # Over other backends and a fake group ------------------------------------------------------------
 
 
-def dense_copy(x: Tensor) -> Tensor:
+def copy_dense(x: Tensor) -> Tensor:
     return dense(x.detach().clone(memory_format=torch.contiguous_format))
 
 
@@ -294,7 +294,7 @@ def _post_batches(
         directions.create_directions([rank for rank, _ in (*sends, *receives)])
     outs = [torch.empty(shape, dtype=dtype, device=device) for _, shape in receives]
     given = {id(x): x for _, x in sends}  # one copy for all receivers
-    copies = {key: dense_copy(x) for key, x in given.items()}
+    copies = {key: copy_dense(x) for key, x in given.items()}
     posts: list[tuple[Any, Tensor, int, Any]] = [
         (dist.irecv, as_bytes(out), r, group(r, me))
         for (r, _), out in zip(receives, outs, strict=True)

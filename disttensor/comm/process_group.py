@@ -99,7 +99,7 @@ def join_world(
     backend = backend or ("cpu:gloo,cuda:nccl" if cuda else "gloo")
     limit = timedelta(seconds=timeout)
     rank, size = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if there else (0, 1)
-    store = _meet(rank, size, timeout) if there else dist.HashStore()
+    store = _join_store(rank, size, timeout) if there else dist.HashStore()
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
 
 
@@ -109,7 +109,7 @@ def keeps_store() -> bool:
     return world()[0] == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
-def _meet(rank: int, size: int, timeout: float) -> Any:
+def _join_store(rank: int, size: int, timeout: float) -> Any:
     """Returns the store when all ranks have joined it. Raises CommError that names the missing."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -100,7 +100,7 @@ def _wait(
     needed = [str(g) for g in wanted if set(g.members) & set(missing)]
     raise CommError(
         f"create_groups: ranks {missing} did not come{why}; rank {rank} waits for them to make "
-        f"{_shortened(needed)}. Every rank of the world calls create_groups, with the same groups."
+        f"{_shorten(needed)}. Every rank of the world calls create_groups, with the same groups."
         f"{failure_watch.first_failure()}"
     )
 
@@ -123,7 +123,7 @@ def _agree(store: Any, wanted: Sequence[_Wanted], timeout: float) -> None:
     lists = [set(store.get(f"text/{d}").decode().split("\n")) for d in ranks_of]
     common = set.intersection(*lists)
     lines = [
-        f"  ranks {ranks}: {_shortened(sorted(names - common - {''}))}"
+        f"  ranks {ranks}: {_shorten(sorted(names - common - {''}))}"
         for ranks, names in zip(ranks_of.values(), lists, strict=True)
     ]
     raise CommError(
@@ -132,6 +132,6 @@ def _agree(store: Any, wanted: Sequence[_Wanted], timeout: float) -> None:
     )
 
 
-def _shortened(names: Sequence[str]) -> str:
+def _shorten(names: Sequence[str]) -> str:
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return "; ".join(names[:4]) + more if names else "no more groups"

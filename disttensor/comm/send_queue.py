@@ -125,14 +125,14 @@ def flush(seconds: float | None = None) -> None:
     check_delivered()
 
 
-def _after_fork() -> None:
+def _reset_after_fork() -> None:
     """Starts anew in a forked process, which has no thread that delivers."""
     global QUEUE
     QUEUE = SendQueue()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 @atexit.register

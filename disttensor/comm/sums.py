@@ -59,14 +59,14 @@ def start_sums(
             )
     rest = [i for i in range(len(pieces)) if not large[i]]
     if rest and (not places or rest[0] >= len(places) or dispatch_modes()):
-        works.append(_in_new_memory(pieces, rest, [slots[i].numel for i in rest], group, dtype))
+        works.append(_sum_in_new_memory(pieces, rest, [slots[i].numel for i in rest], group, dtype))
     elif rest:
-        alone = _known(held + 1, is_grad)
-        works.append(_in_places(pieces, rest, slots, places, alone, group, dtype))
+        alone = _known_users(held + 1, is_grad)
+        works.append(_sum_in_places(pieces, rest, slots, places, alone, group, dtype))
     return works
 
 
-def _in_places(
+def _sum_in_places(
     pieces: list[Tensor], rest: list[int], slots: Sequence[BucketSlot],
     places: Sequence[GradMemory], alone: tuple[int, int, int], group: Group, dtype: torch.dtype,
 ) -> Work[Any]:  # fmt: skip
@@ -105,7 +105,7 @@ def _copy_out(work: Work[Any], pieces: list[Tensor], copied: list[int]) -> None:
         pieces[i] = pieces[i].clone()
 
 
-def _in_new_memory(
+def _sum_in_new_memory(
     pieces: list[Tensor], rest: list[int], sizes: list[int], group: Group, dtype: torch.dtype
 ) -> Work[Any]:
     """Sums the pieces with the indices ``rest`` in a new flat buffer."""
@@ -128,7 +128,7 @@ def _copy(piece: Tensor, dtype: torch.dtype) -> Tensor:
 def _is_free(pieces: list[Tensor], i: int, dtype: torch.dtype, held: int, is_grad: bool) -> bool:
     """Returns True if a write to ``pieces[i]`` cannot be seen by other code."""
     return (
-        users(pieces, i) == _known(held, is_grad)
+        users(pieces, i) == _known_users(held, is_grad)
         and pieces[i].dtype is dtype
         and not pieces[i].requires_grad
         and pieces[i].is_contiguous()
@@ -136,7 +136,7 @@ def _is_free(pieces: list[Tensor], i: int, dtype: torch.dtype, held: int, is_gra
     )
 
 
-def _known(held: int, is_grad: bool) -> tuple[int, int, int]:
+def _known_users(held: int, is_grad: bool) -> tuple[int, int, int]:
     """Returns the users of a piece if only the ``held`` known references to it exist."""
     references, owners, storage = LENT if is_grad else FREE
     return references + held, owners, storage

@@ -18,7 +18,7 @@ from disttensor.checks import check_int
 REDUCTIONS = ("sum", "avg", "max", "min", "prod", "any", "all")
 
 
-class _Questions:
+class _TorchMethods:
     """Methods of torch's placements."""
 
     __slots__ = ()
@@ -36,7 +36,7 @@ class _Questions:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Shard(_Questions):
+class Shard(_TorchMethods):
     """Rank i of the mesh axis holds the i-th contiguous piece of ``dim`` (as torch.chunk cuts it).
 
     ``order`` is this axis's position among the axes that split the same dim, major first. None, the
@@ -87,7 +87,7 @@ class Balanced(Shard):
 
 
 @dataclass(frozen=True, slots=True)
-class Replicate(_Questions):
+class Replicate(_TorchMethods):
     """Every rank of the mesh axis holds the same bits.
 
     >>> dt.zeros(3, mesh=mesh, placements=[dt.Replicate(), dt.Replicate()]).dims_mapping
@@ -99,7 +99,7 @@ class Replicate(_Questions):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Partial(_Questions):
+class Partial(_TorchMethods):
     """The value is the elementwise ``reduce_op`` over the ranks of the mesh axis, which is still
     pending.
 

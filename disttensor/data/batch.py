@@ -43,7 +43,7 @@ def entries(mesh: Any, placements: Any) -> dict[Any, Places]:
     one_layout = all(isinstance(p, Placement) for p in flat)
     mesh = meshes[None] if one_mesh else mesh
     if one_mesh and one_layout:
-        return {None: (mesh, _checked(placements, mesh, alone=True))}
+        return {None: (mesh, _check(placements, mesh, alone=True))}
     meshes = None if one_mesh else meshes
     layouts = None if one_layout else _by_key("placements", placements)
     keys = meshes if meshes is not None else layouts or {}
@@ -53,7 +53,7 @@ def entries(mesh: Any, placements: Any) -> dict[Any, Places]:
             "give one of each for each entry of a batch"
         )
     places = {
-        key: (on, _checked(placements if layouts is None else layouts[key], on, layouts is None))
+        key: (on, _check(placements if layouts is None else layouts[key], on, layouts is None))
         for key, on in (meshes or dict.fromkeys(keys, mesh)).items()
     }
     split = {(m, tuple(not isinstance(p, Replicate) for p in of)) for m, of in places.values()}
@@ -78,7 +78,7 @@ def _by_key(name: str, value: Any) -> dict[Any, Any]:
     return dict(enumerate(check_sequence(f"shard_loader: {name}", value, expected)))
 
 
-def _checked(placements: Any, mesh: ProcessMesh, alone: bool) -> Sequence[Placement]:
+def _check(placements: Any, mesh: ProcessMesh, alone: bool) -> Sequence[Placement]:
     """Returns placements after checking them. ``alone``: they apply to all entries."""
     given = check_sequence("shard_loader: placements", placements, "a list of placements")
     placements = [as_placement(p) for p in given]
@@ -211,7 +211,7 @@ class Placed:
         return wrap(moved.contiguous(), spec)
 
 
-def agree(number: int, indices: tuple[int, int], form: Any, error: Exception | None) -> Any:
+def exchange(number: int, indices: tuple[int, int], form: Any, error: Exception | None) -> Any:
     """Exchanges the facts of a batch between all ranks, and returns them. Raises an error on all
     ranks if they differ."""
     group = world_group()

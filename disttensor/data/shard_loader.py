@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from disttensor.core.layout import Box
-from disttensor.data.batch import BatchFormat, Placed, Places, agree, entries, rows_of
+from disttensor.data.batch import BatchFormat, Placed, Places, entries, exchange, rows_of
 from disttensor.pytree import Path, map_paths
 
 Tensor = torch.Tensor
@@ -145,7 +145,7 @@ class _Epoch(Iterator[Any]):
                 found = map_paths(value, BatchFormat(of.places, tensors, stop - first))
         except Exception as caught:
             error = caught
-        form = agree(self.number - 1, (count, digest), found, error)
+        form = exchange(self.number - 1, (count, digest), found, error)
         if not count:
             self.ended, of.samples, of.began = True, 0, None
             raise StopIteration

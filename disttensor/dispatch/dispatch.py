@@ -24,7 +24,7 @@ from disttensor.dispatch.run import carry_out, run
 from disttensor.errors import refuse_collectives
 from disttensor.observe import begin_call, observers
 from disttensor.pytree import Uncacheable, collect
-from disttensor.tensor.dist_tensor import TRACERS, DistTensor, arrived
+from disttensor.tensor.dist_tensor import TRACERS, DistTensor, wait_for
 from disttensor.torch_private import outside_function_modes
 from ops.registry import RULES
 from ops.signatures import normalize_call
@@ -73,7 +73,7 @@ def dispatch(
     except Uncacheable:
         for t in collect((args, kwargs or {}), []):
             if isinstance(t, DistTensor):
-                arrived(t)
+                wait_for(t)
         uncached = plan_of(func, args, kwargs or {})
         begin_call(uncached)
         return carry_out(uncached, args, kwargs or {}, check_outputs)

@@ -16,7 +16,7 @@ from disttensor.dispatch.plan_call import plan_call
 from disttensor.dispatch.resolve import HANDLERS, RulePlan, resolve, specs_of
 from disttensor.errors import name_of
 from disttensor.pytree import collect
-from disttensor.tensor.dist_tensor import DistTensor, arrived
+from disttensor.tensor.dist_tensor import DistTensor, wait_for
 from ops.notation import notation
 from ops.registry import RULES
 from ops.signatures import normalize_call
@@ -72,7 +72,7 @@ def explain(func: Function, /, *args: Any, **kwargs: Any) -> Explanation:
       result 1: f32[8@dp, 6]
     """
     check_callable("explain: func", func)
-    if not [arrived(t) for t in collect((args, kwargs), []) if isinstance(t, DistTensor)]:
+    if not [wait_for(t) for t in collect((args, kwargs), []) if isinstance(t, DistTensor)]:
         raise TypeError(
             f"explain({name_of(func)}, ...): no argument is a DistTensor: this is a call of plain "
             "torch. Give the arguments that the call has, as explain(torch.add, x, y)"
@@ -124,7 +124,9 @@ def _by_rule(plan: RulePlan, asks: Sequence[bool], written: bool) -> Explanation
     lines += [f"  result {j}: {spec!r}" for j, spec in enumerate(plan.output_specs)]
     local_fn = plan.local_fn()
     if local_fn is not plan.func:
-        lines.append(f"  runs {_said(local_fn)} in place of the function, on the local pieces")
+        lines.append(
+            f"  runs {_describe_function(local_fn)} in place of the function, on the local pieces"
+        )
     sends = getattr(local_fn, "sends", 0)
     if sends:
         lines.append(f"    {getattr(local_fn, 'why', '')}; it sends {sends:,} bytes itself")
@@ -135,7 +137,7 @@ def _by_rule(plan: RulePlan, asks: Sequence[bool], written: bool) -> Explanation
     return Explanation("\n".join(lines), "rule", total + sends, tuple(plan.output_specs))
 
 
-def _said(local: Function) -> str:
+def _describe_function(local: Function) -> str:
     """Returns the name of a local function, with its module."""
     name = getattr(local, "__qualname__", type(local).__name__).replace(".<locals>", "")
     return f"{getattr(local, '__module__', '') or 'torch'}.{name}"

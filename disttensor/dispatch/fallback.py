@@ -17,7 +17,7 @@ from disttensor.dispatch.decompose import body_of
 from disttensor.dispatch.key import key_of
 from disttensor.dispatch.pending_grads import reduce_pending
 from disttensor.dispatch.plan_call import plan_off_mesh
-from disttensor.dispatch.resolve import one_mesh, regular_spec
+from disttensor.dispatch.resolve import mesh_of_call, regular_spec
 from disttensor.dispatch.run import run_off_mesh
 from disttensor.dispatch.writes import mark_written
 from disttensor.errors import name_of
@@ -125,7 +125,7 @@ def gather_and_run(planned: PythonCall, args: Sequence[Any], kwargs: dict[str, A
         return full
 
     tensors = collect((args, kwargs), [])
-    mesh = one_mesh(func, tensors)
+    mesh = mesh_of_call(func, tensors)
     if mesh.coordinate is None:
         return _gather_off_mesh(func, mesh, args, kwargs)
     specs = [t.spec for t in tensors if type(t) is DistTensor]
@@ -142,7 +142,7 @@ def gather_and_run(planned: PythonCall, args: Sequence[Any], kwargs: dict[str, A
         args = [own if a is generator else a for a in args]
         kwargs = {k: own if a is generator else a for k, a in kwargs.items()}
     broadcasts = bool(objects.other_ranks(mesh.root.ranks)) and infer.is_dynamic(func, args, kwargs)
-    sending = objects.sends_error(mesh.root.ranks, mesh.device) if broadcasts else nullcontext()
+    sending = objects.send_errors(mesh.root.ranks, mesh.device) if broadcasts else nullcontext()
     try:
         with sending, fork_generators(mesh):
             out = func(*substitute(tuple(args), take), **substitute(kwargs, take))

@@ -16,7 +16,7 @@ from disttensor.checks import has_own_operators
 from disttensor.core.spec import DistSpec
 from disttensor.errors import name_of
 from disttensor.pytree import Uncacheable
-from disttensor.tensor.dist_tensor import DistTensor, arrived
+from disttensor.tensor.dist_tensor import DistTensor, wait_for
 
 Tensor = torch.Tensor
 
@@ -44,7 +44,7 @@ def key_of(value: Any, floats: bool = False) -> Any:
         return kind, tuple([v.spec if type(v) is DistTensor else key_of(v, floats) for v in value])
     if isinstance(value, Tensor):
         if isinstance(value, DistTensor):  # still pending
-            return arrived(value).spec
+            return wait_for(value).spec
         return kind if has_own_operators(value) else Tensor, value.shape, value.dtype
     if kind is slice:
         return slice, key_of(value.start), key_of(value.stop), key_of(value.step)
@@ -80,10 +80,11 @@ def meshes_in(key: Any) -> set[Any]:
     return meshes
 
 
-def likeness(key: Any) -> Any:
+def key_without_sizes(key: Any) -> Any:
     """Returns the key without the sizes of DistTensors, except sizes of 1."""
     return tuple([
-        p.kind if type(p) is DistSpec else likeness(p) if type(p) is tuple else p for p in key
+        p.kind if type(p) is DistSpec else key_without_sizes(p) if type(p) is tuple else p
+        for p in key
     ])  # fmt: skip
 
 

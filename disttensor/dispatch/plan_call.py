@@ -159,7 +159,7 @@ def autocast_dtype(mesh: ProcessMesh) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if on else None
 
 
-def now_off_mesh(plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> CallPlan:
+def plan_under_autocast(plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> CallPlan:
     """Returns the plan of a call off the mesh under the current autocast, which decides dtypes."""
     dtype = autocast_dtype(plan.mesh)
     found = plan.autocast.get(dtype)

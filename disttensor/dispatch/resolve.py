@@ -21,11 +21,11 @@ from disttensor.core.mesh import ProcessMesh
 from disttensor.core.spec import DistSpec
 from disttensor.dispatch import balanced, foreach
 from disttensor.dispatch.decompose import body_of
-from disttensor.dispatch.key import likeness, of_no_mesh
+from disttensor.dispatch.key import key_without_sizes, of_no_mesh
 from disttensor.dispatch.local_context import MeshCollectives
 from disttensor.errors import name_of, user_line
 from disttensor.pytree import collect, substitute
-from disttensor.tensor.dist_tensor import DistTensor, arrived
+from disttensor.tensor.dist_tensor import DistTensor, wait_for
 from disttensor.tensor.reshard import is_local_relabel
 from ops.factors import Arg, Factors
 from ops.infer import NoRule, decide
@@ -168,14 +168,14 @@ def resolve(
     specs = specs_of(func, collect((args, kwargs), []))
     mesh, rule, alike, same = specs[0].mesh, RULES[func], None, None
     if key is not None and rule.sizes == "letters":
-        alike = rule, mesh.shape, likeness(key)
+        alike = rule, mesh.shape, key_without_sizes(key)
         known = _ALIKE.get(alike)
         sizes = None if known is None else sizes_of(known[0], [s.shape for s in specs])
         if known is not None and sizes is not None:
             shapes = known[0].shapes_for(sizes)
             return Resolution("rule", plan=RulePlan(func, rule, *known, mesh, specs, shapes))
     if key is not None and of_no_mesh(func, key):
-        same = rule, mesh.shape, likeness(key), *[s.shape for s in specs]
+        same = rule, mesh.shape, key_without_sizes(key), *[s.shape for s in specs]
         known = _SAME.get(same)
         if known is not None:
             shapes = known[0].output_shapes()
@@ -228,13 +228,13 @@ def _without_rule(func: Function, why: str) -> Resolution:
 
 def specs_of(func: Function, tensors: Sequence[Tensor]) -> list[DistSpec]:
     """Returns the specs of the tensors of a call, in order."""
-    mesh = one_mesh(func, tensors)
+    mesh = mesh_of_call(func, tensors)
     return [t.spec if type(t) is DistTensor else regular_spec(t, mesh) for t in tensors]
 
 
-def one_mesh(func: Function, tensors: Sequence[Tensor]) -> ProcessMesh:
+def mesh_of_call(func: Function, tensors: Sequence[Tensor]) -> ProcessMesh:
     """Returns the mesh of the call. Raises ValueError if there are two: no mesh is guessed."""
-    dist = [arrived(t) for t in tensors if isinstance(t, DistTensor)]
+    dist = [wait_for(t) for t in tensors if isinstance(t, DistTensor)]
     mesh = dist[0].spec.mesh
     # by name: importing DTensor takes longer than importing disttensor
     if any(type(t).__name__ == "DTensor" for t in tensors):

@@ -18,7 +18,7 @@ from disttensor.dispatch import reduction_cache, strict
 from disttensor.dispatch.call_plan import Answer, CallPlan, Origin, Planned, Read, ReadKind
 from disttensor.dispatch.outputs import wrap_outputs
 from disttensor.dispatch.pending_grads import needs_reduction, reduce_pending
-from disttensor.dispatch.plan_call import now_off_mesh
+from disttensor.dispatch.plan_call import plan_under_autocast
 from disttensor.dispatch.rematerialize import repeat, versions_of
 from disttensor.dispatch.writes import mark_written
 from disttensor.meta import execute as off_mesh
@@ -95,7 +95,7 @@ def run(
     if not plan.broadcasts_shape:
         return _write(plan, args, kwargs) if write else _compute(plan, args, kwargs, check)
     ranks, device = plan.mesh.root.ranks, plan.mesh.device
-    with objects.sends_error(ranks, device):
+    with objects.send_errors(ranks, device):
         result = _write(plan, args, kwargs) if write else _compute(plan, args, kwargs, check)
     objects.send_object(describe_tensors(result), ranks, device)
     return result
@@ -241,7 +241,7 @@ def derive(plan: CallPlan, args: Sequence[Any], kwargs: Any, result: Any) -> Non
 def run_off_mesh(plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Runs a call on a rank off the mesh."""
     mesh = plan.mesh
-    plan = now_off_mesh(plan, args, kwargs)
+    plan = plan_under_autocast(plan, args, kwargs)
     if plan.draws is True or (plan.draws and not plan.draws(*args, **kwargs)):
         state.draw(mesh, "fast", state.generator_in(args, kwargs))
     if plan.broadcasts_shape:

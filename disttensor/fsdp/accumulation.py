@@ -16,7 +16,7 @@ from disttensor.checks import check_bool
 from disttensor.fsdp.backward import ReduceOrder
 from disttensor.fsdp.reduce import Reduction
 from disttensor.fsdp.segment import Segment
-from disttensor.nn.shard_module import a_module
+from disttensor.nn.shard_module import check_module
 from disttensor.tensor.dist_tensor import DistTensor
 
 ENGINE = "_data_parallel"  # the attribute of a module that holds its Engine
@@ -76,7 +76,7 @@ def accumulate(module: nn.Module, last: bool, reduce: str = "scatter") -> Iterat
             f'accumulate: reduce={reduce!r}: "scatter" (to shards each time) or "none" (all at the '
             "last)"
         )
-    a_module("accumulate: module", module)
+    check_module("accumulate: module", module)
     check_bool("accumulate: last", last)
     engines = [m.__dict__[ENGINE] for m in module.modules() if ENGINE in m.__dict__]
     if not engines and not any(isinstance(p, DistTensor) for p in module.parameters()):

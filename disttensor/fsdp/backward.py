@@ -61,7 +61,7 @@ class ReduceOrder:
         """Counts a forward of the segment that the backward will enter and leave."""
         self.planned[segment].to_leave += 1
 
-    def recomputed(self, segment: Segment) -> None:
+    def free_recomputed(self, segment: Segment) -> None:
         """Frees the segment after a recomputed forward, unless the backward has entered it."""
         if segment not in self.entered:
             segment.free()
@@ -73,15 +73,15 @@ class ReduceOrder:
             companions = segment.companions
             if id(companions) not in self.together:
                 self.together.add(id(companions))
-                self._await(companions)
+                self._enqueue(companions)
             if segment not in companions:
-                self._await([segment])
+                self._enqueue([segment])
 
-    def _await(self, segments: Iterable[Segment]) -> None:
+    def _enqueue(self, segments: Iterable[Segment]) -> None:
         for segment in segments:
             heapq.heappush(self.order, (-segment.position, segment.index, segment))
 
-    def arrived(self, segment: Segment, leaf: int) -> None:
+    def record_gradient(self, segment: Segment, leaf: int) -> None:
         """Records that a leaf has its gradient."""
         self.begin(segment)
         one = self.entered[segment]

@@ -30,10 +30,10 @@ from disttensor.fsdp.accumulation import Accumulation
 from disttensor.fsdp.backward import ReduceOrder
 from disttensor.fsdp.graph_hooks import SegmentForward, before_node, follow, forget
 from disttensor.fsdp.on_stack import calls_on_stack
-from disttensor.fsdp.param import shared
+from disttensor.fsdp.param import is_borrowed
 from disttensor.fsdp.reduce import Reduction, accumulate_in_graph, make_groups, reductions
 from disttensor.fsdp.segment import Segment, ShardState
-from disttensor.fsdp.unseen import unseen
+from disttensor.fsdp.unseen import outside_user_modes
 from disttensor.observe import observers
 from disttensor.pytree import find_tensors, replace_tensors
 from disttensor.tensor.dist_tensor import DistTensor
@@ -68,8 +68,8 @@ class Engine:
         self.param_ids = {id(p.sharded_param) for s in self.segments for p in s.params}
         self.accumulation = Accumulation(partial(self._reduce, ONLY))
         _ENGINES.append(weakref.ref(self))
-        if _starts not in callbacks.before_start:  # only now: it slows each backward
-            callbacks.before_start.append(_starts)
+        if _follow_start not in callbacks.before_start:  # only now: it slows each backward
+            callbacks.before_start.append(_follow_start)
         weakref.finalize(self, buffers.clear).atexit = False
         self.uncopied = [s for s in self.segments if not s.copied]  # nothing to gather
         for position, segment in enumerate(self.uncopied):
@@ -85,9 +85,9 @@ class Engine:
         self.root = weakref.ref(root)
         for segment in [s for s in self.segments if s.copied]:
             for module in segment.modules:
-                is_read = shared(segment.copied, module)
+                is_read = is_borrowed(segment.copied, module)
                 if is_read:
-                    module.register_forward_pre_hook(partial(self._is_read, segment), prepend=True)
+                    module.register_forward_pre_hook(partial(self._prepare, segment), prepend=True)
                 module.register_forward_pre_hook(partial(self._module_begins, segment, is_read))
                 module.register_forward_hook(partial(self._module_ends, segment), always_call=True)
         for segment in self.off_mesh:
@@ -95,7 +95,7 @@ class Engine:
             for hook in (begin, end):  # a module with this hook can be skipped
                 hook.harmless = True  # type: ignore[attr-defined]
             for module in segment.modules:
-                module.register_forward_pre_hook(begin, prepend=shared(segment.copied, module))
+                module.register_forward_pre_hook(begin, prepend=is_borrowed(segment.copied, module))
                 module.register_forward_hook(end, always_call=True)
         root.register_forward_pre_hook(self._root_begins, prepend=True)
         root.register_forward_hook(self._root_ends, always_call=True)
@@ -132,7 +132,7 @@ class Engine:
 
     # Forward --------------------------------------------------------------------------------------
 
-    @unseen
+    @outside_user_modes
     def _root_begins(self, module: nn.Module, args: Any) -> None:
         if current_backward() == -1:
             if self.all_calls or any(s.forward.running or s.is_visible for s in self._all()):
@@ -144,29 +144,29 @@ class Engine:
             self.last_order, self.order = self.order or self.last_order, []
         self.all_calls += 1
 
-    @unseen
+    @outside_user_modes
     def _module_begins(self, segment: Segment, is_read: bool, module: nn.Module, args: Any) -> None:
         is_recompute = current_backward() != -1  # of a checkpointed region
         if segment.forward.running and not self.calls and not is_recompute:
             self._drop_forwards(module)
         if not is_read:
             self._show(segment, is_recompute)
-            self._runs(segment, module)
+            self._begin_forward(segment, module)
         if not is_recompute and torch.is_grad_enabled():
             segment.forward.is_open = True
 
-    @unseen
-    def _is_read(self, segment: Segment, module: nn.Module, args: Any) -> None:
+    @outside_user_modes
+    def _prepare(self, segment: Segment, module: nn.Module, args: Any) -> None:
         """Begins the forward before the hooks that bring parameters to the mesh of another stage,
         because these parameters must be unsharded. The forwards of a segment end at different times
         on different ranks, also while this module waits for its arguments, because schedules switch
         micro-batches."""
         self._show(segment, current_backward() != -1)
-        self._runs(segment, module)
+        self._begin_forward(segment, module)
 
-    def _runs(self, segment: Segment, module: nn.Module) -> None:
+    def _begin_forward(self, segment: Segment, module: nn.Module) -> None:
         segment.forward.begin(module)
-        callbacks.recompute_contexts[segment] = partial(self._shown_again, segment)
+        callbacks.recompute_contexts[segment] = partial(self._show_again, segment)
 
     def _drop_forwards(self, begins: nn.Module | None = None) -> None:
         """Ends the forwards whose end hooks were not called, unless other forwards than the one
@@ -190,7 +190,7 @@ class Engine:
             if not is_recompute:
                 self._prefetch(segment, self.last_order)
 
-    @unseen
+    @outside_user_modes
     def _module_ends(self, segment: Segment, module: nn.Module, args: Any, output: Any) -> Any:
         forward = segment.forward
         if not forward.end(module):
@@ -202,7 +202,7 @@ class Engine:
                 return None
             freed = segment.free_after_forward and segment not in self.held
             if freed and not forward.running and self.backward is not None:
-                self.backward.recomputed(segment)
+                self.backward.free_recomputed(segment)
             return None
         outputs = find_tensors(output, attributes=True)
         copied = any(map(segment.shares_memory, outputs))
@@ -233,7 +233,7 @@ class Engine:
             segment.forward.close()
             segment.hide_params()
 
-    @unseen
+    @outside_user_modes
     def _root_ends(self, module: nn.Module, args: Any, output: Any) -> None:
         self.all_calls = max(self.all_calls - 1, 0)
         for segment in self.off_mesh:
@@ -285,7 +285,7 @@ class Engine:
             )
 
     def _hook_leaves(self, segment: Segment) -> None:
-        """Registers ``_arrived`` as a hook on new leaves."""
+        """Registers ``_record_gradient`` as a hook on new leaves."""
         for param in segment.params:
             new = param.new_leaves()
             if new:
@@ -297,12 +297,14 @@ class Engine:
                 segment.leaves.append(param.name)
                 # Weak: the garbage collector does not see hooks of autograd.
                 memory = None if param.is_copy else grad_memory_of(param.sharded_param)
-                hook = partial(_arrived, weakref.ref(self), weakref.ref(segment), at, memory)
+                hook = partial(
+                    _record_gradient, weakref.ref(self), weakref.ref(segment), at, memory
+                )
                 leaf.register_post_accumulate_grad_hook(hook)
 
     # Backward -------------------------------------------------------------------------------------
 
-    def _present(self) -> ReduceOrder:
+    def _current_backward(self) -> ReduceOrder:
         """Returns the state of the backward that runs now."""
         id = this_backward()
         if self.backward is None or self.backward.id != id:
@@ -317,13 +319,13 @@ class Engine:
             run_after_failure(clean_up)  # also for a backward that no DistTensor started
         return self.backward
 
-    @unseen
+    @outside_user_modes
     def _plan(self, segment: Segment) -> None:
-        self._present().plan(segment)
+        self._current_backward().plan(segment)
 
-    @unseen
+    @outside_user_modes
     def _enter(self, segment: Segment) -> None:
-        backward = self._present()
+        backward = self._current_backward()
         first = not backward.entered
         backward.begin(segment)
         if segment.buffers:
@@ -336,16 +338,16 @@ class Engine:
             self._prefetch(segment, order)
 
     @contextmanager
-    def _shown_again(self, segment: Segment) -> Iterator[None]:
+    def _show_again(self, segment: Segment) -> Iterator[None]:
         """Gathers and shows the segment while a region inside its modules is recomputed. The
         backward may not have entered the segment, whose results are on another stage. The end of
         the backward hides it."""
-        self._recomputes(segment)
+        self._show_for_recompute(segment)
         yield
 
-    @unseen
-    def _recomputes(self, segment: Segment) -> None:
-        self._present()
+    @outside_user_modes
+    def _show_for_recompute(self, segment: Segment) -> None:
+        self._current_backward()
         self._hold(segment)
         segment.finish_gather()
         segment.show_params()
@@ -362,18 +364,18 @@ class Engine:
         for segment in self.uncopied:
             self._enter(segment)
 
-    @unseen
+    @outside_user_modes
     def _leave(self, segment: Segment) -> None:
-        backward = self._present()
+        backward = self._current_backward()
         held = segment in self.held
         backward.leave(segment, launch=not held)
         if segment.is_visible and not segment.busy and not held and backward.is_done_with(segment):
             segment.free()
 
-    def _arrived(self, segment: Segment, leaf: int) -> None:
+    def _record_gradient(self, segment: Segment, leaf: int) -> None:
         for o in observers:
             o.accumulate_grad(segment.params)
-        self._present().arrived(segment, leaf)
+        self._current_backward().record_gradient(segment, leaf)
 
     def _reduce(self, context: BackwardContext | None, segment: Segment) -> list[Reduction]:
         if context is None or (context.reduce != "scatter" and not context.is_last):
@@ -387,7 +389,7 @@ class Engine:
             finally:
                 self.run_hooks()
 
-    @unseen
+    @outside_user_modes
     def _complete(self, backward: ReduceOrder, context: BackwardContext) -> None:
         try:
             backward.finish()
@@ -406,7 +408,7 @@ class Engine:
             if not segment.busy and (segment in backward.entered or is_unused):
                 segment.free()
 
-    @unseen
+    @outside_user_modes
     def flush(self) -> None:
         """Reduces the gradients that wait for the last backward of an accumulation."""
         self.accumulation.flush()
@@ -429,8 +431,8 @@ class Engine:
                 param.drop()
 
 
-@unseen
-def _arrived(
+@outside_user_modes
+def _record_gradient(
     engine: weakref.ref[Engine], segment: weakref.ref[Segment], number: int,
     memory: GradMemory | None, leaf: Tensor,
 ) -> None:  # fmt: skip
@@ -438,7 +440,7 @@ def _arrived(
         memory.adopt_grad(leaf)
     owner, of = engine(), segment()
     if owner is not None and of is not None:
-        owner._arrived(of, number)
+        owner._record_gradient(of, number)
 
 
 # For all engines: called before gradients are read or dropped -------------------------------------
@@ -457,8 +459,8 @@ def flush(params: Sequence[Any]) -> None:
             engine.run_hooks()
 
 
-@unseen
-def _starts(node: Any) -> None:
+@outside_user_modes
+def _follow_start(node: Any) -> None:
     """Registers the hooks of segments in the graph of a call of autograd that may have started at
     ``node``."""
     copied = [s.forward for engine in engines() for s in engine.segments if s.copied]

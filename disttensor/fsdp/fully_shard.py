@@ -27,7 +27,7 @@ from disttensor.fsdp.shard_params import (
     split_by,
 )
 from disttensor.nn.parameters import Slot, slots
-from disttensor.nn.shard_module import a_module
+from disttensor.nn.shard_module import check_module
 
 SHARDS, REPLICAS = SegmentBySize(32.0), SegmentBySize(25.0)  # unless segments are given
 
@@ -100,7 +100,7 @@ def shard_data_parallel(
     check_bool("shard_data_parallel: reshard_after_forward", reshard_after_forward)
     check_bool("shard_data_parallel: offload", offload)
     check_dtypes("shard_data_parallel", param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    a_module("shard_data_parallel: module", module)
+    check_module("shard_data_parallel: module", module)
     ignored = check_ignored(module, ignored_params)
     policies = Policies(module, mp_policy, Policy(param_dtype, reduce_dtype))
     if mesh is not None:

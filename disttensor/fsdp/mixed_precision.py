@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from disttensor.checks import argument_error, check_bool, check_type
-from disttensor.fsdp.unseen import unseen
+from disttensor.fsdp.unseen import outside_user_modes
 from disttensor.nn.names import list_names, match_names
 from disttensor.pytree import replace_tensors
 
@@ -129,7 +129,7 @@ class _Cast:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
-    @unseen
+    @outside_user_modes
     def cast(self, value: Any) -> Any:
         return replace_tensors(value, lambda x: x.to(self.dtype) if x.is_floating_point() else x)
 

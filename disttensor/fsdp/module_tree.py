@@ -119,13 +119,13 @@ def segment_specs(nodes: list[ModuleNode]) -> list[SegmentSpec]:
             n.segment is not first.segment or (n.repeated and n.cover is not first.cover)
             for n in at
         ):
-            at = [_around(at)]
+            at = [_lowest_common(at)]
         members.setdefault(at[0].segment, []).append((p, [node.cover for node in at]))
     found = sorted(members, key=lambda segment: segment.start)
     return [spec for segment in found for spec in _specs(segment, members[segment])]
 
 
-def _around(nodes: list[ModuleNode]) -> ModuleNode:
+def _lowest_common(nodes: list[ModuleNode]) -> ModuleNode:
     """Returns the lowest node that contains all ``nodes``."""
     low, high = min(n.index for n in nodes), max(n.index for n in nodes)
     node = nodes[0]

@@ -331,7 +331,7 @@ def _add(total: Tensor, grad: Tensor, kept: tuple[Axes, Tensor] | None) -> Tenso
     return total.add_(grad) if kept is not None and total is kept[1] else total + grad
 
 
-def shared(params: Iterable[FSDPParam], module: nn.Module) -> bool:
+def is_borrowed(params: Iterable[FSDPParam], module: nn.Module) -> bool:
     """Returns True if ``module`` has hooks before its forward and several modules use one of these
     parameters: such a hook may bring it to the mesh of another stage."""
     return bool(module._forward_pre_hooks) and any(len(p.slots) > 1 for p in params)

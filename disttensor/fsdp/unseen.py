@@ -25,21 +25,21 @@ from disttensor.torch_private import (
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def unseen(function: F) -> F:
+def outside_user_modes(function: F) -> F:
     """Returns ``function``, run outside the user's modes."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         if not count_dispatch_modes() and not count_function_modes():
             return function(*args, **kwargs)
-        with _modes_aside():
+        with _remove_modes():
             return function(*args, **kwargs)
 
     return run  # type: ignore[return-value]
 
 
 @contextmanager
-def _modes_aside() -> Iterator[None]:
+def _remove_modes() -> Iterator[None]:
     """Removes the user's modes, except modes with ``sees_engine`` and torch's (fake tensors)."""
     there = [mode for mode in dispatch_modes() if getattr(mode, "_mode_key", None) is None]
     seeing = [mode for mode in there if getattr(mode, "sees_engine", False)]

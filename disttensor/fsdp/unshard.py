@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from disttensor.fsdp.engine import engines
-from disttensor.nn.shard_module import a_module
+from disttensor.nn.shard_module import check_module
 from disttensor.tensor.dist_tensor import DistTensor
 
 
@@ -28,7 +28,7 @@ def unshard(module: nn.Module) -> Iterator[None]:
     >>> len(log)
     0
     """
-    a_module("unshard: module", module)
+    check_module("unshard: module", module)
     params = {id(p) for p in module.parameters() if isinstance(p, DistTensor)}
     if not params:
         raise ValueError(

@@ -22,7 +22,7 @@ from disttensor.checks import check_type
 from disttensor.comm.process_group import join_world, world
 from disttensor.core.mesh import check_device_type
 from disttensor.patches.imports import Undo, once_imported
-from disttensor.torch_private import world_hidden
+from disttensor.torch_private import hide_world
 
 # Variables with ranks and sizes, set by torchrun, Slurm, Open MPI, MPICH, Intel MPI, MVAPICH. The
 # other variables of torchrun stay: disttensor reads them when it creates groups.
@@ -84,7 +84,7 @@ def one_process(device_type: str | None = None) -> Iterator[Process]:
     join_world(device_type)
     first = world()[0] == 0
     with ExitStack() as around:
-        around.enter_context(world_hidden())
+        around.enter_context(hide_world())
         around.enter_context(_environment({} if first else {"WANDB_MODE": "disabled"}))
         around.callback(once_imported("accelerate.state", partial(_accelerate, first)))
         if not first:

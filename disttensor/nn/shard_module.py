@@ -58,7 +58,7 @@ def shard_module(
     >>> model[0].weight.dims_mapping, model[2].weight.dims_mapping
     ([1, -1], [-1, 1])
     """
-    a_module("shard_module: module", module)
+    check_module("shard_module: module", module)
     mesh = as_mesh("shard_module: mesh", mesh)
     check_plan("shard_module", plan, init)
     before = slots(module)
@@ -70,7 +70,7 @@ def shard_module(
     return module
 
 
-def a_module(who: str, value: object) -> None:
+def check_module(who: str, value: object) -> None:
     check_type(who, value, nn.Module, "a module")
 
 
@@ -122,7 +122,7 @@ def place(
             old: Any = slot.value
             old._replaced = f"{slot.name!r} became {now.spec!r}"
     with bar("initializing", len(fresh), "modules") as advance:
-        for child in inner_first(module):
+        for child in children_first(module):
             if child in fresh:
                 init(child) if init else _initializer(child)()
                 advance()
@@ -173,13 +173,13 @@ def _check_meta(module: nn.Module, mesh_of: Callable[[torch.Tensor], Any]) -> No
             )
 
 
-def inner_first(module: nn.Module, seen: set[nn.Module] | None = None) -> Iterator[nn.Module]:
+def children_first(module: nn.Module, seen: set[nn.Module] | None = None) -> Iterator[nn.Module]:
     """Yields submodules before their parents: the order in which constructors initialize."""
     seen = set() if seen is None else seen
     seen.add(module)
     for child in module.children():
         if child not in seen:
-            yield from inner_first(child, seen)
+            yield from children_first(child, seen)
     yield module
 
 

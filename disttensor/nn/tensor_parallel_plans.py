@@ -144,7 +144,7 @@ class _Proposer:
                 else (None, "added once, to the whole sum" if split else why)
             )
 
-    def _within(self, name: str, depth: int) -> Iterator[tuple[str, Linear]]:
+    def _layers_below(self, name: str, depth: int) -> Iterator[tuple[str, Linear]]:
         """Returns (name relative to the module, layer) of the layers without a role, at most
         ``depth`` levels below it."""
         for rest, layer in self.below.get(name, ()):
@@ -152,7 +152,7 @@ class _Proposer:
                 yield rest, layer
 
     def _attention(self, name: str, module: nn.Module) -> None:
-        children = list(self._within(name, 1))
+        children = list(self._layers_below(name, 1))
         fused = [layer for rest, layer in children if FUSED.fullmatch(rest)]
         if fused or isinstance(getattr(module, "in_proj_weight", None), nn.Parameter):
             why = "q, k and v are one matrix, of which a piece is no piece of each"
@@ -168,7 +168,7 @@ class _Proposer:
         if len(qkv) < 3:
             return
         outputs = self._outputs(name, max(layer.given for layer in qkv))
-        odd = _undivided(module, qkv, self.parts)
+        odd = _why_undivided(module, qkv, self.parts)
         for layer in qkv:
             self._set(layer, "" if odd else "out", odd or "attention: by heads")
         for layer in outputs:
@@ -183,7 +183,7 @@ class _Proposer:
         for place, depth in ((name, 2), (around, 2)):
             found = [
                 layer
-                for rest, layer in self._within(place, depth)
+                for rest, layer in self._layers_below(place, depth)
                 if OUT.fullmatch(rest) and taken in (None, layer.taken)
             ]
             if found:
@@ -191,7 +191,7 @@ class _Proposer:
         return []
 
     def _mlp(self, name: str, module: nn.Module) -> None:
-        inside = list(self._within(name, 2))
+        inside = list(self._layers_below(name, 2))
         for rest, down in inside:
             if not DOWN.fullmatch(rest):
                 continue
@@ -237,7 +237,7 @@ def _number(module: nn.Module, *names: str) -> int | None:
     return next((value for value in found if isinstance(value, int)), None)
 
 
-def _undivided(module: nn.Module, qkv: list[Linear], parts: int) -> str:
+def _why_undivided(module: nn.Module, qkv: list[Linear], parts: int) -> str:
     """Returns why the ranks cannot split the heads; "" if they can, or if heads are unknown."""
     size = _number(
         module, "head_dim", "attention_head_size", "key_value_proj_dim", "d_kv", "dim_head"

@@ -141,7 +141,7 @@ def _norm(shares: Shares, order: float, foreach: bool | None) -> Tensor:
     group = group_of_norm(shares)
     meshes = [mesh for mesh in shares if mesh is not None]
     device = meshes[0].device
-    pieces, number, flags = _mine(shares, group)
+    pieces, number, flags = _own_pieces(shares, group)
     count = sum(map(len, shares.values()))
     norms, number = _norms(pieces, number, order, foreach, device)
     found = _number(norms, number, order, count)
@@ -180,7 +180,7 @@ def _check_alike(alike: bool, meshes: Sequence[ProcessMesh]) -> None:
         )
 
 
-def _mine(shares: Shares, group: Group | None) -> tuple[list[Tensor], list[int], list[float]]:
+def _own_pieces(shares: Shares, group: Group | None) -> tuple[list[Tensor], list[int], list[float]]:
     """Returns the pieces that this rank contributes, and the numbers of their parameters; for each
     mesh (some rank has gradients, some rank has none)."""
     pieces: list[Tensor] = []

@@ -22,7 +22,7 @@ from disttensor.fsdp.fully_shard import shard_data_parallel
 from disttensor.fsdp.mixed_precision import check_dtypes
 from disttensor.fsdp.segment_policy import SegmentPolicy, Segments, segments_of
 from disttensor.nn.parameters import slots
-from disttensor.nn.shard_module import a_module, check_plan, shard_module
+from disttensor.nn.shard_module import check_module, check_plan, shard_module
 from disttensor.optim.grad_scaler import shard_scaler
 from disttensor.parallel import degrees as _degrees
 from disttensor.parallel.degrees import AXES, Degrees, GroupSpec
@@ -248,7 +248,7 @@ class Strategy:
 
         Raises TypeError and ValueError for invalid arguments, before anything is changed.
         """
-        a_module("Strategy.apply: model", model)
+        check_module("Strategy.apply: model", model)
         check_plan("Strategy.apply", plan, init)
         places, order = stage_plan(plan, model), self._order(visits)
         check_optimizer(optimizer, model)

@@ -20,7 +20,7 @@ from disttensor.observe import begin_call, observers, run_step
 from disttensor.patches.whole_function import GIVEN, on_wholes
 from disttensor.pytree import collect
 from disttensor.tensor.awaited import Awaited
-from disttensor.tensor.dist_tensor import DistTensor, arrived
+from disttensor.tensor.dist_tensor import DistTensor, wait_for
 
 _OURS = frozenset({DistTensor, Awaited})
 _runners: Cache[Any, Callable[..., Any]] = Cache(256)
@@ -37,7 +37,7 @@ def wrap_apply(original: Any) -> Any:
             return out
         for a in args:
             if isinstance(a, DistTensor):
-                arrived(a)
+                wait_for(a)
         if cls is CheckpointFunction:
             _refuse_reentrant()
             return call(*args, **kwargs)

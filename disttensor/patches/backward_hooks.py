@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from disttensor.pytree import rebuild
-from disttensor.tensor.dist_tensor import DistTensor, arrived, wrap
+from disttensor.tensor.dist_tensor import DistTensor, wait_for, wrap
 from disttensor.tensor.hooks import on_local, to_local
 
 
@@ -43,7 +43,7 @@ def wrap_apply_on_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def apply(self: Any, fn: Callable[[Any], Any], args: Any) -> Any:
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
-        dist = [arrived(a) for a in tensors if isinstance(a, DistTensor)]
+        dist = [wait_for(a) for a in tensors if isinstance(a, DistTensor)]
         if not dist:
             return original(self, fn, args)
         if not all(x.is_initialized for x in dist):

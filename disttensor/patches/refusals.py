@@ -14,7 +14,7 @@ from disttensor.pytree import collect
 from disttensor.tensor.dist_tensor import DistTensor
 
 
-def refusing(check: Callable[..., None]) -> Callable[[Any], Any]:
+def wrap_check(check: Callable[..., None]) -> Callable[[Any], Any]:
     """Decorates a check, which gets the arguments of each call and may raise. It becomes a wrapper
     of the function that it checks."""
 
@@ -29,14 +29,14 @@ def refusing(check: Callable[..., None]) -> Callable[[Any], Any]:
     return wrapper
 
 
-@refusing
+@wrap_check
 def data_parallel(self: Any, module: Any = None, *_: Any, **__: Any) -> None:
     """Refuses DistributedDataParallel and FSDP: they take pieces for replicas, or cut them
     again."""
     _check_parameters(module, type(self).__name__)
 
 
-@refusing
+@wrap_check
 def fully_shard(module: Any = None, *_: Any, **__: Any) -> None:
     """Refuses torch's fully_shard, of one module or several."""
     for each in module if isinstance(module, (list, tuple)) else [module]:
@@ -55,7 +55,7 @@ def _check_parameters(module: Any, name: str) -> None:
             )
 
 
-@refusing
+@wrap_check
 def flex_attention(*args: Any, **kwargs: Any) -> None:
     """Refuses flex_attention, which compiles its query, key and value."""
     for x in (*args, *kwargs.values()):
@@ -70,7 +70,7 @@ def flex_attention(*args: Any, **kwargs: Any) -> None:
             )
 
 
-@refusing
+@wrap_check
 def jiterator(self: Any, *tensors: Any, **_: Any) -> None:
     """Refuses functions of torch.cuda.jiterator, which read the memory of their arguments."""
     for x in tensors:
@@ -82,7 +82,7 @@ def jiterator(self: Any, *tensors: Any, **_: Any) -> None:
             )
 
 
-@refusing
+@wrap_check
 def backward_hook(self: Any, args: Any, result: Any, grad_fn: Any) -> None:
     """Refuses ``register_backward_hook``: torch puts its hooks on the node of a module's result,
     which is the node of this rank's piece."""
@@ -95,7 +95,7 @@ def backward_hook(self: Any, args: Any, result: Any, grad_fn: Any) -> None:
         )
 
 
-@refusing
+@wrap_check
 def save_pretrained(self: Any, *_: Any, state_dict: Any = None, **__: Any) -> None:
     """Refuses transformers' save_pretrained, which writes the memory of rank 0. It may write
     replicated values, or a ``state_dict`` of regular tensors."""

@@ -349,7 +349,7 @@ TABLE = (
 )
 
 
-def _chosen(names: tuple[str, ...]) -> list[Change]:
+def _select(names: tuple[str, ...]) -> list[Change]:
     known = [change.what for change in TABLE]
     for name in names:
         if name not in known:
@@ -359,7 +359,7 @@ def _chosen(names: tuple[str, ...]) -> list[Change]:
 
 def install(*names: str) -> None:
     """Makes the changes with these names in ``TABLE``, or all, that are not made yet."""
-    for change in _chosen(names):
+    for change in _select(names):
         if change.what not in _undo:
             _undo[change.what] = change.make(change.what)
 
@@ -369,7 +369,7 @@ def uninstall(*names: str) -> None:
 
     DistTensors are not safe without them: gradients may be lost or incomplete.
     """
-    for change in reversed(_chosen(names)):
+    for change in reversed(_select(names)):
         undo = _undo.pop(change.what, None)
         if undo is not None:
             undo()

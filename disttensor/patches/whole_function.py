@@ -2,8 +2,8 @@
 
 Its code may also use DistTensors of a closure or a module: results and gradients that are
 DistTensors are gathered, and ``torch.autograd.grad`` finds the DistTensors of the full arguments
-(``BEHIND``). The state around its forward, such as gathered parameters, is set up again for its
-backward.
+(``DIST_ARGUMENTS``). The state around its forward, such as gathered parameters, is set up again for
+its backward.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from disttensor import callbacks
 from disttensor.pytree import collect, substitute
-from disttensor.tensor.backward import BEHIND
+from disttensor.tensor.backward import DIST_ARGUMENTS
 from disttensor.tensor.base import MeshTensor
 from disttensor.tensor.reshard import resharded_local
 
@@ -89,8 +89,8 @@ def _run(
                 made[id(x)] = collect(args, [])[0].new_empty(x.spec.shape, dtype=x.spec.dtype)
         return made[id(x)]
 
-    before = BEHIND.set(behind)
+    before = DIST_ARGUMENTS.set(behind)
     try:
         return substitute(function(*args), whole), made
     finally:
-        BEHIND.reset(before)
+        DIST_ARGUMENTS.reset(before)

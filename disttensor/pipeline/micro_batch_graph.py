@@ -104,7 +104,7 @@ class MicroBatchGraph:
         self._regions: list[tuple[int, int]] = []  # node numbers of recomputed regions
 
     def __enter__(self) -> MicroBatchGraph:
-        self._tokens = MICRO_BATCH.set(self), callbacks.before_metadata_receive.set(self._rest)
+        self._tokens = MICRO_BATCH.set(self), callbacks.before_metadata_receive.set(self._end_visit)
         self._region_token = activation_checkpoint.REGIONS.set(self._regions)
         self._graph = node_count()
         return self
@@ -202,7 +202,7 @@ class MicroBatchGraph:
             self.first_receives.append((src, dst, tag))
         return self.waiting(arrival.wait) if receives else arrival.wait()
 
-    def _rest(self) -> None:
+    def _end_visit(self) -> None:
         """Pauses, if this rank's visit is over, before a receive of metadata from another mesh,
         whose visit may run later. Another micro-batch goes on."""
         if self.state is ProgramState.SENT:

@@ -174,7 +174,7 @@ class _Borrowed:
         places = [(owner.__dict__, key) for owner, key in owners]
         for (table, key), value in zip(places, brought, strict=True):
             table[key] = value
-        callbacks.recompute_contexts[self] = partial(_shown_again, places, brought)
+        callbacks.recompute_contexts[self] = partial(_show_again, places, brought)
 
     def hide(self, layer: nn.Module, args: Any, output: Any) -> None:
         callbacks.recompute_contexts.pop(self, None)
@@ -183,7 +183,7 @@ class _Borrowed:
 
 
 @contextmanager
-def _shown_again(places: list[tuple[dict[str, Any], str]], brought: list[Any]) -> Iterator[None]:
+def _show_again(places: list[tuple[dict[str, Any], str]], brought: list[Any]) -> Iterator[None]:
     """Shows the tensors again while the layer, or a region in it, is recomputed."""
     before = [table.pop(key, None) for table, key in places]
     for (table, key), value in zip(places, brought, strict=True):

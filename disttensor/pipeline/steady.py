@@ -8,7 +8,7 @@ from disttensor.checks import check_int
 from disttensor.pipeline.action import Action
 
 
-def mixed(forwards: list[Action], backwards: list[Action], warm: int) -> list[Action]:
+def alternate(forwards: list[Action], backwards: list[Action], warm: int) -> list[Action]:
     """Returns ``warm`` forwards, then a forward and a backward in turn, then more backwards."""
     warm = min(warm, len(forwards))
     steady = len(forwards) - warm
@@ -25,7 +25,7 @@ def one_visit(
         raise ValueError(f"{name!r} visits each stage once, and chunks={chunks}: use {instead}")
     forwards = [Action("F", m) for m in range(micro_batches)]
     backwards = [Action("B", m) for m in range(micro_batches)]
-    return [mixed(forwards, backwards, stages - 1 - s) for s in range(stages)]
+    return [alternate(forwards, backwards, stages - 1 - s) for s in range(stages)]
 
 
 def groups_of(stages: int, micro_batches: int) -> list[range]:

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from disttensor.pipeline.action import Action
 from disttensor.pipeline.schedule import Schedule
-from disttensor.pipeline.steady import interleaved, mixed, one_visit, sizes
+from disttensor.pipeline.steady import alternate, interleaved, one_visit, sizes
 
 
 def zero_bubble(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
@@ -28,7 +28,7 @@ def zero_bubble(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
     """
     instead = "'interleaved_zero_bubble', 'zbv' or 'dualpipev'"
     rows = one_visit("zero_bubble", instead, stages, micro_batches, chunks)
-    return _made([_defer_weights(row, s) for s, row in enumerate(rows)])
+    return _schedule([_defer_weights(row, s) for s, row in enumerate(rows)])
 
 
 def interleaved_zero_bubble(stages: int, micro_batches: int, chunks: int) -> Schedule:
@@ -41,8 +41,8 @@ def interleaved_zero_bubble(stages: int, micro_batches: int, chunks: int) -> Sch
     if chunks == 1:
         return zero_bubble(stages, micro_batches)
     forwards, backwards, warm = interleaved(stages, micro_batches, chunks)
-    rows = [mixed(forwards, backwards, warm + stages - 1 - s) for s in range(stages)]
-    return _made([_defer_weights(row, s) for s, row in enumerate(rows)])
+    rows = [alternate(forwards, backwards, warm + stages - 1 - s) for s in range(stages)]
+    return _schedule([_defer_weights(row, s) for s, row in enumerate(rows)])
 
 
 def zbv(stages: int, micro_batches: int, chunks: int = 2) -> Schedule:
@@ -152,10 +152,10 @@ def _defer_weights(order: Iterable[Action], by: int) -> list[Action]:
 
 def _without(rows: list[list[Action]], micro_batches: int) -> Schedule:
     """Keeps the first micro-batches of a schedule for more of them."""
-    return _made([[a for a in row if a.micro_batch < micro_batches] for row in rows], shape="v")
+    return _schedule([[a for a in row if a.micro_batch < micro_batches] for row in rows], shape="v")
 
 
-def _made(rows: list[list[Action]], shape: str = "loop") -> Schedule:
+def _schedule(rows: list[list[Action]], shape: str = "loop") -> Schedule:
     """Returns the schedule of these orders, with neighbouring I and W of the first stage's first
     visit merged into one B."""
     first: list[Action] = []

@@ -3,7 +3,7 @@
 torch's functions that set, read and restore random numbers do the same for DistTensors:
 
     torch.manual_seed(s)         the seed is s, and no call has drawn
-    torch.get_rng_state()        the state contains the seed and the count (``carry``)
+    torch.get_rng_state()        the state contains the seed and the count (``embed``)
     torch.set_rng_state(state)   restores both; ``fork_rng`` and checkpoints use these two functions
 
 Numbers drawn for regular tensors move torch's generator and not the count, so ranks may draw
@@ -23,7 +23,7 @@ import torch
 
 from disttensor.cache import Cache
 from disttensor.checks import check_int
-from disttensor.torch_private import carried, carry, seeded_since
+from disttensor.torch_private import embed, read_embedded, seeded_since
 
 _M64 = (1 << 64) - 1
 
@@ -97,7 +97,7 @@ def wrap_get_rng_state(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_rng_state() -> Any:
         values = get_state()
         state = original()
-        carry(state, *values)
+        embed(state, *values)
         return state
 
     return get_rng_state
@@ -109,7 +109,7 @@ def wrap_set_rng_state(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def set_rng_state(new_state: Any) -> None:
         original(new_state)
-        found, content = carried(new_state, 2)
+        found, content = read_embedded(new_state, 2)
         digest = blake2b(content, digest_size=8).digest()
         seed, calls = found or (int.from_bytes(digest), 0)
         set_state(seed, calls)

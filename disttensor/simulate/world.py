@@ -21,11 +21,11 @@ import torch
 
 from disttensor.cache import clear_decisions
 from disttensor.comm import compare_programs
-from disttensor.observe import observers_aside
+from disttensor.observe import hide_observers
 from disttensor.random import counter
 from disttensor.runtime import current_runtime, set_runtime_aside
 from disttensor.simulate import shapes
-from disttensor.torch_private import FakeTensorMode, process_groups_aside, start_fake_world
+from disttensor.torch_private import FakeTensorMode, hide_process_groups, start_fake_world
 from ops.registry import RULES
 from reshard.registry import moves
 
@@ -95,8 +95,8 @@ def simulated_rank(
     seed, debugging = counter.get_state(), compare_programs.enabled
     try:
         with (
-            observers_aside(), compare_programs.calls_aside(), set_runtime_aside(),
-            _own_registrations(), process_groups_aside(),
+            hide_observers(), compare_programs.preserve_calls(), set_runtime_aside(),
+            _own_registrations(), hide_process_groups()
         ):  # fmt: skip
             os.environ.update(torchrun_variables(rank, size, ranks_per_node))
             compare_programs.enabled = False  # there are no other ranks to compare with

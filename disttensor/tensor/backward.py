@@ -34,7 +34,7 @@ Tensor = torch.Tensor
 
 # Full tensor argument of a custom autograd function that runs -> the DistTensor that it was made
 # from; set by disttensor.patches.whole_function
-BEHIND: ContextVar[Mapping[Tensor, MeshTensor]] = ContextVar("behind", default={})  # noqa: B039
+DIST_ARGUMENTS: ContextVar[Mapping[Tensor, MeshTensor]] = ContextVar("behind", default={})  # noqa: B039
 
 
 class Backward(MeshTensor):
@@ -81,17 +81,17 @@ def run_engine(
     inputs: Any = None,
 ) -> None:  # fmt: skip
     """Runs torch.autograd.backward. After an error, ``callbacks.after_backward_error`` clean up."""
-    _followed(torch.autograd.backward, roots, grads, retain_graph, create_graph, None, inputs)
+    _run_engine(torch.autograd.backward, roots, grads, retain_graph, create_graph, None, inputs)
 
 
 def run_given(
     roots: Sequence[Any], grads: Sequence[Tensor], retain_graph: bool, inputs: Sequence[Any] = ()
 ) -> None:
     """Runs a backward from regular tensors, or edges of the graph, which all have a gradient."""
-    _followed(engine_backward, tuple(roots), tuple(grads), retain_graph, False, tuple(inputs))
+    _run_engine(engine_backward, tuple(roots), tuple(grads), retain_graph, False, tuple(inputs))
 
 
-def _followed(engine: Callable[..., Any], roots: Any, *args: Any, **kwargs: Any) -> Any:
+def _run_engine(engine: Callable[..., Any], roots: Any, *args: Any, **kwargs: Any) -> Any:
     for root in (roots,) if isinstance(roots, Tensor) else roots:
         if isinstance(root, Tensor):
             mark_start(root)
@@ -111,7 +111,7 @@ def _leaves_of(inputs: Any) -> list[Tensor]:
     transfer."""
     out: list[Tensor] = token.anchors()
     for given in (inputs,) if isinstance(inputs, Tensor) else inputs:
-        x = BEHIND.get().get(given, given)
+        x = DIST_ARGUMENTS.get().get(given, given)
         if not isinstance(x, MeshTensor):
             out.append(x)
         elif x.is_initialized:
@@ -189,9 +189,9 @@ def autograd_grad(
     roots, grads = _roots(outputs, grad_outputs)
     _check_crossing(roots)
     given_inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-    behind = BEHIND.get()
+    behind = DIST_ARGUMENTS.get()
     ins = [behind.get(x, x) for x in given_inputs]
-    ways = [_ways(x) for x in ins]
+    ways = [_tensors_in_graph(x) for x in ins]
     leaves = [leaf for uses in ways for _, _, leaf in uses]
     wanted = leaves + token.anchors()
     given = ()
@@ -199,7 +199,7 @@ def autograd_grad(
     context = RETURNED if current_backward() == -1 else current_context()
     if wanted:
         with backward_context(context):
-            given = _followed(
+            given = _run_engine(
                 torch.autograd.grad, roots, wanted, grads, retain_graph, create_graph,
                 allow_unused=True,
             )  # fmt: skip
@@ -238,8 +238,8 @@ def autograd_grad(
 
 
 def _gradient(x: MeshTensor, pieces: list[tuple[GradCollector | None, Axes, Tensor]]) -> MeshTensor:
-    """Returns the gradient of x from the gradients of its ``_ways``, in a layout that ranks off the
-    mesh know: they do not see the uses, which decide how the gradient is pending."""
+    """Returns the gradient of x from the gradients of its ``_tensors_in_graph``, in a layout that
+    ranks off the mesh know: they do not see the uses, which decide how the gradient is pending."""
     parts = []
     for owner in dict.fromkeys(of for of, _, _ in pieces):
         mine = [(axes, g) for of, axes, g in pieces if of is owner]
@@ -274,7 +274,7 @@ def _check_crossing(roots: Sequence[Tensor], keeps: bool = False) -> None:
     )
 
 
-def _ways(x: Any) -> list[tuple[GradCollector | None, Axes, Tensor]]:
+def _tensors_in_graph(x: Any) -> list[tuple[GradCollector | None, Axes, Tensor]]:
     """Returns the tensors in autograd's graph that an input stands for, each with its collector;
     an empty list on a rank off its mesh."""
     if not isinstance(x, MeshTensor):

@@ -179,7 +179,7 @@ def wrap(local: Tensor, spec: DistSpec) -> DistTensor:
     return out
 
 
-def arrived(x: DistTensor) -> DistTensor:
+def wait_for(x: DistTensor) -> DistTensor:
     """Waits for ``x`` if it is an ``Awaited`` (``disttensor.tensor.awaited``), and returns it."""
     _ = x.local
     return x

@@ -127,13 +127,13 @@ def _start(members: list[Pending]) -> tuple[list[Tensor], list[Work[Any]]]:
         names = ", ".join(f"{m.number}: {m.grad.spec!r}" for m in members)
         compare_programs.compare_collective(group, f"sync_gradients of {names}")
     # ``m.grad.local`` counts as one reference
-    places = [_adopting_memory(m.param) for m in members]
+    places = [_grad_place(m.param) for m in members]
     slots = [m.slot for m in members]
     works = start_sums(totals, slots, group, spec.dtype, places=places, held=1, is_grad=True)
     return totals, works
 
 
-def _adopting_memory(x: DistTensor) -> GradMemory:
+def _grad_place(x: DistTensor) -> GradMemory:
     """Returns the place of the gradient of x. If x has one leaf with pending gradients, each later
     backward moves its gradient there."""
     memory, aliases = grad_memory_of(x), aliases_of_leaf(x)

@@ -111,7 +111,7 @@ def _on_local(x: MeshTensor, hook: Callable[[Any], Any], axes: Axes) -> Callable
     return local_hook
 
 
-def _meaning(x: MeshTensor, axes: Axes, dtype: torch.dtype) -> tuple[DistSpec, float]:
+def _grad_spec_of(x: MeshTensor, axes: Axes, dtype: torch.dtype) -> tuple[DistSpec, float]:
     """Returns the spec of the gradient of a local, and its divisor (for a pending average)."""
     typed, divided = gradient_type(GradType(x.spec, axes))
     return typed.spec.with_dtype(dtype), 1.0 if x.local.is_leaf else divided
@@ -120,7 +120,7 @@ def _meaning(x: MeshTensor, axes: Axes, dtype: torch.dtype) -> tuple[DistSpec, f
 def on_local(x: MeshTensor, g: Tensor, axes: Axes = ()) -> MeshTensor:
     """Returns the gradient ``g`` of the local of x's use varying over ``axes`` as a DistTensor: the
     same object for each hook, as long as a hook refers to it."""
-    spec, scale = _meaning(x, axes, g.dtype)
+    spec, scale = _grad_spec_of(x, axes, g.dtype)
     key = spec, scale
     known = g.__dict__.get(_SHOWN, {}).get(key)
     found: MeshTensor | None = None if known is None else known()
@@ -132,7 +132,7 @@ def on_local(x: MeshTensor, g: Tensor, axes: Axes = ()) -> MeshTensor:
 
 def to_local(x: MeshTensor, out: Tensor, axes: Axes = ()) -> Tensor:
     """Converts the gradient returned by a hook to a gradient of the local."""
-    spec, scale = _meaning(x, axes, out.dtype)
+    spec, scale = _grad_spec_of(x, axes, out.dtype)
     if isinstance(out, MeshTensor):
         local = resharded(out, spec).local
     else:

@@ -55,7 +55,7 @@ class InPlace(MeshTensor):
         return self
 
     def detach(self) -> Self:
-        return _sharing(self, self.local.detach())
+        return _share_memory(self, self.local.detach())
 
     def detach_(self) -> Self:
         if self.is_initialized:
@@ -81,7 +81,7 @@ class InPlace(MeshTensor):
 
     @property
     def data(self) -> Self:
-        out = _sharing(self, self.local.data)
+        out = _share_memory(self, self.local.data)
         views.view_state(out).uncounted = True
         if self.is_initialized:
             hand_out(out.local)
@@ -141,7 +141,7 @@ def _replace_token(x: MeshTensor, requires_grad: bool) -> None:
     x.local = token.leaf(device, x.spec.dtype) if requires_grad else token.no_grad_token(device)
 
 
-def _sharing(x: InPlace, local: Tensor) -> Any:
+def _share_memory(x: InPlace, local: Tensor) -> Any:
     """Returns a DistTensor with the spec of x and ``local``, which shares x's memory."""
     out = x.like(local, x.spec)
     if x._view_state is not None:

@@ -88,7 +88,7 @@ def resharded(x: T, dst: DistSpec, fresh: bool = False) -> T:
     of it).
     """
     if dst.mesh is not x.spec.mesh:
-        return _cross(x, dst)
+        return _reshard_across(x, dst)
     if x.spec is dst:
         return x
     if not x.is_initialized:
@@ -167,7 +167,7 @@ def _alias(local: Tensor) -> Tensor:
     return local.view_as(local)
 
 
-def _cross(x: T, dst: DistSpec) -> T:
+def _reshard_across(x: T, dst: DistSpec) -> T:
     """Reshards ``x`` to ``dst`` on another mesh. Every rank of the world calls this."""
     src = x.spec
     if src.on_root() is not src or dst.on_root() is not dst:

@@ -26,7 +26,7 @@ from torch import nn
 
 from disttensor.autograd import token
 from disttensor.pytree import CONSTANTS
-from disttensor.tensor.dist_tensor import DistTensor, arrived
+from disttensor.tensor.dist_tensor import DistTensor, wait_for
 from disttensor.trace.module_guard import ModuleGuard, has_hooks
 from disttensor.trace.name_guard import CONTAINERS, NameGuard, names_in
 
@@ -58,7 +58,7 @@ class CodeGuard:
         else:
             self._value(target, 0, _CALLED)
         self.ids = {id(t) for t in self.tensors}
-        self._dist = [arrived(t) for t in self.tensors if isinstance(t, DistTensor)]
+        self._dist = [wait_for(t) for t in self.tensors if isinstance(t, DistTensor)]
         self._plain = [t for t in self.tensors if not isinstance(t, DistTensor)]
         self._tables = [
             (table, list(table.values()))

@@ -19,7 +19,7 @@ from ops.factors import Arg, Factors
 from ops.infer import NoRule
 from ops.local import DrawProtocol, LocalCall, Part
 from ops.nn import attention_policy
-from ops.nn.split_sequence import brought_together
+from ops.nn.split_sequence import split_attention
 from ops.random.fill import drawing
 from ops.registry import rule
 
@@ -75,7 +75,7 @@ def scaled_dot_product_attention(
         whole=frozenset({"s", "e"}),
         even=even,
         terms=(frozenset({2}),),
-        local=partial(brought_together, policy, whole, dropout_p, is_causal) if alike else whole,
+        local=partial(split_attention, policy, whole, dropout_p, is_causal) if alike else whole,
         independent=frozenset("l" if alike and policy in ("auto", "ring") else ""),
     )
 

@@ -90,7 +90,7 @@ def _factors(
 def _cost(input: Arg, window: Window) -> Callable[[int], float]:
     """Returns a function: number of pieces -> bytes that a rank receives. It counts both
     directions, since gradients are sent back; the backward of a gather is a local slice."""
-    return lambda parts: 2 * input.nbytes * window.lacking(parts)
+    return lambda parts: 2 * input.nbytes * window.halo_share(parts)
 
 
 def _check(name: str, n: int, input: Arg, weight: Arg) -> None:

@@ -21,7 +21,7 @@ from ops.factors import Arg, Factors, Letter
 from ops.indexing.vocab_shard import Owned
 from ops.infer import NoRule
 from ops.local import Collectives
-from ops.nn.loss import modern, total
+from ops.nn.loss import requested_reduction, total
 from ops.registry import rule
 
 Tensor = torch.Tensor
@@ -43,7 +43,7 @@ class Options:
 def _factors(input: Arg, target: Arg, weight: Any, words: dict[str, Any], logits: bool) -> Factors:
     """Returns the factors of [C] or [N, C, ...] with class numbers [] or [N, ...], or with
     probabilities of the same shape."""
-    reduction = modern(words)
+    reduction = requested_reduction(words)
     if not input.ndim:
         raise NoRule("a number")
     at = 0 if input.ndim == 1 else 1

@@ -46,7 +46,7 @@ class Window:
         start, stop = reads
         return max(0, min(stop, 0) - start), max(0, stop - max(start, self.size))
 
-    def lacking(self, parts: int) -> float:
+    def halo_share(self, parts: int) -> float:
         """Returns the largest share of the input that a rank has to fetch when it is cut into
         ``parts``."""
         most = 0

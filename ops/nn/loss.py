@@ -23,7 +23,7 @@ from ops.registry import rule
 Tensor = torch.Tensor
 
 
-def modern(words: dict[str, Any]) -> str:
+def requested_reduction(words: dict[str, Any]) -> str:
     """Returns the requested reduction. Torch handles the deprecated arguments."""
     if words.get("size_average") is not None or words.get("reduce") is not None:
         raise NoRule("size_average and reduce are deprecated: use reduction=")
@@ -40,7 +40,7 @@ def total(losses: Tensor, divisor: Any = 1) -> Tensor:
     return losses.sum() if type(divisor) is int and divisor == 1 else losses.sum() / divisor
 
 
-def lossy(f: Factors, reduction: str, count: int) -> Factors:
+def loss_factors(f: Factors, reduction: str, count: int) -> Factors:
     """Returns the factors of a loss from ``f``, the factors with reduction="none"."""
     if reduction == "none":
         return f
@@ -65,11 +65,11 @@ def elementwise(tensors: list[Any], words: dict[str, Any]) -> Factors:
     """Returns the factors of a loss with one value for each element of the broadcast tensors."""
     if not all(isinstance(t, Arg) for t in tensors):
         raise NoRule("options by position")
-    reduction = modern(words)
+    reduction = requested_reduction(words)
     f = pointwise_factors(tensors)
     shape = f.output_shapes()[0]
     count = math.prod(shape) if reduction != "batchmean" else (tensors[0].shape or (1,))[0]
-    return lossy(f, reduction, count)
+    return loss_factors(f, reduction, count)
 
 
 @rule(
@@ -162,13 +162,13 @@ def _ctc_local(call: Any) -> Callable[..., Tensor]:
 
 def rowwise(tensors: list[Arg], words: dict[str, Any]) -> Factors:
     """Returns the factors of a loss with one value per row: rows pass through, a row is whole."""
-    reduction = modern(words)
+    reduction = requested_reduction(words)
     rows = tensors[0].shape[0] if tensors[0].ndim else 1
     if any(t.ndim not in (1, 2) or t.shape[0] != rows for t in tensors) or tensors[0].ndim != 2:
         raise NoRule("rows of vectors only")
     ins: list[tuple[Letter, ...]] = [("rows", None)[: t.ndim] for t in tensors]
     f = Factors(tuple(ins), (("rows",),), {"rows": rows})
-    return lossy(f, reduction, rows)
+    return loss_factors(f, reduction, rows)
 
 
 @rule(F.multi_margin_loss, F.multilabel_margin_loss, F.multilabel_soft_margin_loss, exact=True)

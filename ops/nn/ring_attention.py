@@ -227,8 +227,8 @@ def ring(call: LocalCall, dropout_p: float, is_causal: bool) -> Callable[..., An
         if deals:
             query, key, value = Exchanged.apply(dealing, query, key, value)
         shape = *query.shape[:-1], value.shape[-1]
-        q, k, v = (four(x) for x in (query, key, value))
-        mask = None if attn_mask is None else four(attn_mask, query.shape[:-3])
+        q, k, v = (as_four_dims(x) for x in (query, key, value))
+        mask = None if attn_mask is None else as_four_dims(attn_mask, query.shape[:-3])
         out = RingAttention.apply(made, Factor(scale, numbers), q, k, v, mask)
         out = out.reshape(shape)
         return Exchanged.apply(dealing.back, out)[0] if deals else out
@@ -248,12 +248,12 @@ def dropout(call: LocalCall, query: Tensor, p: float) -> Callable[[Pair], Tensor
         sizes = (*lead.shape[:-2], pair.row[1] - pair.row[0], pair.key[1] - pair.key[0])
         part = Part((*out.shape[:-1], size), Box(offset, sizes))
         keep: Tensor = draw.numbers("bernoulli", part, dtype, query.device, p=1.0 - p)
-        return four(keep / (1.0 - p) if p < 1.0 else keep)
+        return as_four_dims(keep / (1.0 - p) if p < 1.0 else keep)
 
     return numbers
 
 
-def four(x: Tensor, lead: Sequence[int] = ()) -> Tensor:
+def as_four_dims(x: Tensor, lead: Sequence[int] = ()) -> Tensor:
     """Returns [b, h, l, e] of a tensor with any leading dims. A mask is expanded to ``lead`` if
     there are several."""
     if len(lead) > 1:

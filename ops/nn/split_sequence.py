@@ -22,7 +22,7 @@ from ops.nn.ring_attention import ring
 Local = Callable[..., Any]
 
 
-def brought_together(
+def split_attention(
     policy: str, whole: Callable[[LocalCall], Local], dropout_p: float, is_causal: bool,
     call: LocalCall,
 ) -> Local:  # fmt: skip
@@ -36,7 +36,7 @@ def brought_together(
     if balanced:
         way, why = Choice("ring", "as the rows are dealt out")
     elif policy == "auto":
-        way, why = attention_policy.choose(sizes, possible(call, axes, dropout_p))
+        way, why = attention_policy.choose(sizes, possible_policies(call, axes, dropout_p))
     elif policy == "heads" and len(call.inputs[0].shape) < 3:
         raise ValueError(
             f"scaled_dot_product_attention of {list(call.inputs[0].shape)} by "
@@ -46,7 +46,7 @@ def brought_together(
     if way == "ring":
         local = ring(call, dropout_p, is_causal)
     else:
-        local = (gathered if way == "gather" else by_heads)(call, axes, whole)
+        local = (gather_keys if way == "gather" else exchange_heads)(call, axes, whole)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return local(*args, **kwargs)
@@ -68,7 +68,7 @@ def sizes_of(call: LocalCall, axes: Axes, is_causal: bool) -> Sizes:
     return Sizes(q, k, v, out, call.count(axes), is_causal)
 
 
-def possible(call: LocalCall, axes: Axes, dropout_p: float) -> list[str]:
+def possible_policies(call: LocalCall, axes: Axes, dropout_p: float) -> list[str]:
     """Returns the policies that "auto" may choose: "heads" if the axes divide the heads and no mask
     has rows of its own; "ring" if there is no dropout, for which it would draw numbers one by
     one."""
@@ -103,7 +103,7 @@ def reshards(call: LocalCall, have: Any, want: Any, axes: Axes) -> Local:
     return lambda x: call.collectives.reshard(x, have.shape, have.layout, want.layout, axes)
 
 
-def gathered(call: LocalCall, axes: Axes, whole: Callable[[LocalCall], Local]) -> Local:
+def gather_keys(call: LocalCall, axes: Axes, whole: Callable[[LocalCall], Local]) -> Local:
     """Returns the function that gathers k and v; their gradients are scattered in the sum."""
     query, *keys = call.inputs
     wanted = [moved(call, p, axes, heads=False) for p in keys[:2]]
@@ -116,7 +116,7 @@ def gathered(call: LocalCall, axes: Axes, whole: Callable[[LocalCall], Local]) -
     return run
 
 
-def by_heads(call: LocalCall, axes: Axes, whole: Callable[[LocalCall], Local]) -> Local:
+def exchange_heads(call: LocalCall, axes: Axes, whole: Callable[[LocalCall], Local]) -> Local:
     """Returns a local function that exchanges to the full sequence of some heads, and back. If the
     axes do not divide the heads of k, these are repeated for the heads of q that share them."""
     query, key = call.inputs[:2]

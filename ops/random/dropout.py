@@ -122,7 +122,7 @@ def native_dropout(input: Arg, p: float, train: Any = True) -> Factors:
 
 
 @drawn("fast")
-def sloped(
+def multiply_negative(
     call: LocalCall, draw: DrawProtocol, input: Tensor, lower: float = 0.125, upper: float = 1 / 3,
     *flags: Any, **named: Any,
 ) -> Tensor:  # fmt: skip
@@ -141,4 +141,4 @@ def rrelu(
     """elementwise"""
     if inplace:
         raise NoRule("inplace=True is the function with _ at its end")
-    return pointwise_factors([input], local=sloped if training else None)
+    return pointwise_factors([input], local=multiply_negative if training else None)

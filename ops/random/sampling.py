@@ -16,7 +16,7 @@ from ops.registry import rule
 
 
 @drawn("invariant")
-def tossed(call: LocalCall, draw: DrawProtocol, input: Tensor, p: Any = None) -> Tensor:
+def draw_bernoulli(call: LocalCall, draw: DrawProtocol, input: Tensor, p: Any = None) -> Tensor:
     """Runs bernoulli(p) or bernoulli(input, p): 1 with probability p."""
     odds = input if p is None else p
     out: Tensor = draw.numbers("bernoulli", call.outputs[0], input.dtype, input.device, p=odds)
@@ -27,11 +27,11 @@ def tossed(call: LocalCall, draw: DrawProtocol, input: Tensor, p: Any = None) ->
 def bernoulli(input: Arg, p: Any = None, **kwargs: Any) -> Factors:
     """elementwise"""
     tensors = [a for a in (input, p) if isinstance(a, Arg)]
-    return pointwise_factors(tensors, local=tossed)
+    return pointwise_factors(tensors, local=draw_bernoulli)
 
 
 @drawn("invariant")
-def scattered(call: LocalCall, draw: DrawProtocol, mean: Any, std: Any = 1.0) -> Tensor:
+def draw_normal(call: LocalCall, draw: DrawProtocol, mean: Any, std: Any = 1.0) -> Tensor:
     """Runs normal(mean, std): standard numbers, scaled and shifted."""
     like = mean if isinstance(mean, Tensor) else std
     if bool((torch.as_tensor(std) < 0).any()):
@@ -45,11 +45,11 @@ def scattered(call: LocalCall, draw: DrawProtocol, mean: Any, std: Any = 1.0) ->
 @rule(torch.normal, exact=True, numbers="type")
 def normal(mean: Any, std: Any = 1.0, **kwargs: Any) -> Factors:
     """elementwise"""
-    return pointwise_factors([a for a in (mean, std) if isinstance(a, Arg)], local=scattered)
+    return pointwise_factors([a for a in (mean, std) if isinstance(a, Arg)], local=draw_normal)
 
 
 @drawn("invariant")
-def counted(call: LocalCall, draw: DrawProtocol, input: Tensor, none: Any = None) -> Tensor:
+def draw_poisson(call: LocalCall, draw: DrawProtocol, input: Tensor, none: Any = None) -> Tensor:
     """Runs poisson(rates): the quantile of a uniform number."""
     rates = input.detach().to(torch.float64)
     if not bool((rates >= 0).all()):
@@ -74,14 +74,14 @@ def quantile(level: Tensor, rates: Tensor) -> Tensor:
 @rule(torch.poisson, exact=True)
 def poisson(input: Arg, generator: Any = None) -> Factors:
     """elementwise"""
-    return pointwise_factors([input], local=counted)
+    return pointwise_factors([input], local=draw_poisson)
 
 
 # Choices ------------------------------------------------------------------------------------------
 
 
 @drawn("invariant")
-def chosen(
+def draw_multinomial(
     call: LocalCall, draw: DrawProtocol, input: Tensor, num_samples: int, replacement: bool = False
 ) -> Tensor:
     """Returns column numbers drawn by rows of weights. Without replacement: the columns with the
@@ -128,5 +128,5 @@ def multinomial(input: Arg, num_samples: int, replacement: bool = False, **kwarg
     sizes: dict[Letter, int] = {**dict(enumerate(input.shape[:-1])), "n": input.shape[-1]}
     sizes["s"] = num_samples
     return Factors(
-        ((*rows, "n"),), ((*rows, "s"),), sizes, whole=frozenset({"n", "s"}), local=chosen
+        ((*rows, "n"),), ((*rows, "s"),), sizes, whole=frozenset({"n", "s"}), local=draw_multinomial
     )

@@ -82,7 +82,7 @@ def test_a_weight_gradient_beside_the_reduction(name):
     assert seen == ["all_reduce", 0, "wait"]
     (record,) = log
     assert (record.kind, record.bytes, record.background) == ("all_reduce", ROWS * WIDTH * 8, True)
-    assert "backward, beside it" in str(log)
+    assert "backward, overlapped" in str(log)
 
 
 @on_ranks(2)

@@ -18,7 +18,7 @@ def sizes(some: Buffers) -> list[int]:
 
 
 def test_memory_is_used_again_when_nobody_holds_it() -> None:
-    buffers.kept().storages.clear()
+    buffers.current_buffers().storages.clear()
     first = buffers.empty(100, torch.float32, CPU)
     at, kept = first.data_ptr(), first[10:20].fill_(1)
     del first
@@ -27,7 +27,7 @@ def test_memory_is_used_again_when_nobody_holds_it() -> None:
     del kept
     again = {buffers.empty(n, torch.float32, CPU).data_ptr() for n in (90, 100)}
     assert len(again) == 1 and buffers.empty(50, torch.float64, CPU).shape == (50,)
-    assert sizes(buffers.kept()) == [400, 400]
+    assert sizes(buffers.current_buffers()) == [400, 400]
 
 
 def test_what_is_much_larger_is_taken_where_there_would_be_too_much() -> None:
@@ -80,10 +80,10 @@ def test_who_watches_operators_sees_memory_come_and_go() -> None:
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
             return func(*args, **(kwargs or {}))
 
-    buffers.kept().storages.clear()
+    buffers.current_buffers().storages.clear()
     storage = torch.UntypedStorage(0)
     buffers.fill(storage, 64)
     with Watching():
         buffers.empty(4, torch.float32, CPU)
         buffers.drain(storage)
-    assert storage.nbytes() == 0 and not buffers.kept().storages
+    assert storage.nbytes() == 0 and not buffers.current_buffers().storages

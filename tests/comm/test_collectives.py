@@ -243,7 +243,7 @@ def test_background_collectives_give_what_the_others_give(ranks):
 @on_ranks(2)
 def test_a_process_that_has_made_a_group_lingers_at_its_end():
     assert group_of([0, 1]).pg
-    assert groups._linger.cache_info().currsize == 1
+    assert groups._wait_for_gloo.cache_info().currsize == 1
 
 
 @on_ranks(2)

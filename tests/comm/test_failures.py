@@ -138,9 +138,9 @@ def test_the_rank_that_keeps_the_store_posts_its_end_to_those_that_still_run(
 
 
 def test_a_process_that_has_ended_does_not_run():
-    assert failure_watch._runs(os.getpid())
+    assert failure_watch._is_running(os.getpid())
     child = subprocess.Popen([sys.executable, "-c", ""])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it stays, as a zombie
-    assert not failure_watch._runs(child.pid)
+    assert not failure_watch._is_running(child.pid)
     child.wait()
-    assert not failure_watch._runs(child.pid)
+    assert not failure_watch._is_running(child.pid)

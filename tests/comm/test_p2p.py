@@ -192,8 +192,8 @@ def test_a_sender_that_is_late_is_waited_for():
 
 def test_where_messages_have_no_tags_a_tensor_for_many_ranks_is_copied_once(monkeypatch):
     copied = []
-    usual = p2p.dense_copy
-    monkeypatch.setattr(p2p, "dense_copy", lambda x: (copied.append(x), usual(x))[1])
+    usual = p2p.copy_dense
+    monkeypatch.setattr(p2p, "copy_dense", lambda x: (copied.append(x), usual(x))[1])
     with fake_world(8):
         x, y = torch.ones(3), torch.ones(3)
         p2p.send(x, range(1, 8), 1)

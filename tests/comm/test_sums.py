@@ -128,5 +128,5 @@ def test_pieces_in_new_memory_are_padded_with_zeros(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch, "empty", empty)
     group: Any = None
     pieces = [torch.ones(2), torch.ones(1, 2)]
-    sums._in_new_memory(pieces, [0, 1], [3, 2], group, torch.float32)
+    sums._sum_in_new_memory(pieces, [0, 1], [3, 2], group, torch.float32)
     assert sent == [[1, 1, 0, 1, 1]] and [p.shape for p in pieces] == [(2,), (1, 2)]

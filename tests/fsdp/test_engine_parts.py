@@ -13,7 +13,7 @@ import torch
 import disttensor as dt
 from disttensor.comm.places import GradMemory, grad_bucket_of
 from disttensor.fsdp.backward import ReduceOrder
-from disttensor.fsdp.engine import _arrived as arrived
+from disttensor.fsdp.engine import _record_gradient as arrived
 from tests.support.micro import batch_of, meshes, net, shard
 from tests.support.pool import on_ranks
 
@@ -56,7 +56,7 @@ def test_two_reductions_to_shards_hold_memory_at_once(bounded: bool) -> None:
     backward = ReduceOrder(0, reduce, bounded)
     for position in reversed(range(5)):
         segment: Any = AnySegment(position)
-        backward.arrived(segment, 0)
+        backward.record_gradient(segment, 0)
     backward.finish()
     assert at_once == ([1, 2, 2, 2, 2] if bounded else [1, 2, 3, 4, 5]) and not under_way
 

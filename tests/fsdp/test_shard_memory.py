@@ -282,14 +282,17 @@ def test_steps_of_a_sharded_module_need_no_new_memory() -> None:
     for step in range(5):
         model.zero_grad()
         model(batch_of(mesh, step)).sum().backward()
-        kept.append({storage.data_ptr() for storage in buffers.kept().storages})
-        assert buffers.kept().lent == 0
+        kept.append({storage.data_ptr() for storage in buffers.current_buffers().storages})
+        assert buffers.current_buffers().lent == 0
     # How many reductions are under way at once is chance, so one may be more than before.
     assert kept[0] and len(kept[-1] & kept[-2]) > len(kept[-1]) / 2
-    assert sum(s.nbytes() for s in buffers.kept().storages) <= buffers.kept().most * 5 / 4
+    assert (
+        sum(s.nbytes() for s in buffers.current_buffers().storages)
+        <= buffers.current_buffers().most * 5 / 4
+    )
     del model
     gc.collect()
-    assert not buffers.kept().storages
+    assert not buffers.current_buffers().storages
 
 
 @on_ranks(2)

@@ -43,7 +43,7 @@ def late(method: Callable[..., Any], draw: random.Random) -> Callable[..., Any]:
 def test_ranks_out_of_step_train_like_one_process(kind):
     draw = random.Random(dist.get_rank())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ReduceOrder, "arrived", late(ReduceOrder.arrived, draw))
+        patch.setattr(ReduceOrder, "record_gradient", late(ReduceOrder.record_gradient, draw))
         patch.setattr(Engine, "_module_begins", late(Engine._module_begins, draw))
         strategy = Strategy(segments=EACH, **kind)
         plain, model = net(), net()

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from disttensor.core.layout import Layout, box_at
 from ops.local import LocalCall, LocalPiece
-from ops.nn.ring_attention import four
-from ops.nn.split_sequence import possible
+from ops.nn.ring_attention import as_four_dims
+from ops.nn.split_sequence import possible_policies
 from tests.support.oracle import randn
 
 
@@ -18,7 +18,7 @@ def test_a_mask_has_the_leading_dims_of_the_queries(shape: tuple[int, ...]) -> N
     mask = randn(*shape)
     lengths = (5, 7) if shape[-2] > 1 else (1, 7)
     want = mask.expand(2, 3, 4, *lengths).flatten(0, 1)
-    torch.testing.assert_close(four(mask, (2, 3)).expand(-1, 4, -1, -1), want)
+    torch.testing.assert_close(as_four_dims(mask, (2, 3)).expand(-1, 4, -1, -1), want)
 
 
 def ways(*shapes: tuple[int, ...], mesh: tuple[int, ...] = (2,)) -> list[str]:
@@ -33,7 +33,7 @@ def ways(*shapes: tuple[int, ...], mesh: tuple[int, ...] = (2,)) -> list[str]:
     call = LocalCall(
         F.scaled_dot_product_attention, pieces, pieces[:1], none, mesh, (0,) * len(mesh), None
     )
-    return possible(call, (0,), 0.0)
+    return possible_policies(call, (0,), 0.0)
 
 
 def test_heads_are_a_way_where_the_axes_divide_those_of_queries_and_of_keys() -> None:

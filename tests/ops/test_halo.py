@@ -51,7 +51,7 @@ LINES: list[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = [
 @pytest.fixture
 def any_halo(monkeypatch: pytest.MonkeyPatch) -> None:
     """A split dim stays split, however much that sends."""
-    monkeypatch.setattr(Window, "lacking", lambda self, parts: 0.0)
+    monkeypatch.setattr(Window, "halo_share", lambda self, parts: 0.0)
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same':UserWarning")
@@ -185,7 +185,7 @@ CASES: list[Any] = [
 @pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=str)
 def test_ranks_that_communicate(shape: Any, case: Any) -> None:
     """Values, gradients and theirs, on a line and on a plane of ranks, checkpointed and not."""
-    with mock.patch.object(Window, "lacking", lambda self, parts: 0.0):
+    with mock.patch.object(Window, "halo_share", lambda self, parts: 0.0):
         mesh = dt.init_mesh(shape, ("a", "b")[: len(shape)])
         size, options = case
         layouts = [(S2, S3)[: len(shape)], (R,) * len(shape), (R,) * len(shape)]

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import disttensor as dt
 from disttensor import ProcessMesh, Replicate, Shard
 from disttensor.random import counter
-from disttensor.torch_private import carried
+from disttensor.torch_private import read_embedded
 from tests.support.pool import on_ranks
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -335,7 +335,7 @@ def test_the_count_is_where_torch_reads_nothing() -> None:
     torch.manual_seed(1)
     with_it, plain = torch.get_rng_state(), torch.default_generator.get_state()
     seed, calls = counter.get_state()
-    assert carried(with_it, 2)[0] == (seed, calls) and carried(plain, 2)[0] is None
+    assert read_embedded(with_it, 2)[0] == (seed, calls) and read_embedded(plain, 2)[0] is None
     wanted = torch.randn(1000)
     for state in (with_it, plain):
         torch.default_generator.set_state(state)

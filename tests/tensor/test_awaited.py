@@ -187,7 +187,7 @@ def test_what_is_recorded_says_where_it_was_waited_for():
         y.sum()
     begun, waited = log[0].where.rsplit(":", 1), log[0].waited.rsplit(":", 1)
     assert begun[0] == waited[0] and int(waited[1]) == int(begun[1]) + 2
-    assert "forward, beside it" in str(log) and f"waited for at {log[0].waited}" in str(log)
+    assert "forward, overlapped" in str(log) and f"waited for at {log[0].waited}" in str(log)
 
 
 @on_ranks(2)
