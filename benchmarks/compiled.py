@@ -25,24 +25,7 @@ from table import machine, markdown
 from timing import FULL, best_times
 from torch import Tensor
 
-import disttensor as dt
-
 Forward = Callable[[], Tensor]
-
-
-class PlainCompiled(sides.Plain):
-    name = "plain, compiled"
-
-    def forward(self, function: Forward) -> Forward:
-        return torch.compile(function, dynamic=False)
-
-
-class OursCompiled(sides.InC):
-    name = "disttensor, compiled"
-
-    def forward(self, function: Forward) -> Forward:
-        self.compiled = dt.compile(function)
-        return self.compiled
 
 
 class TheirsCompiled(sides.Theirs):
@@ -53,7 +36,7 @@ class TheirsCompiled(sides.Theirs):
 
 
 SIDES = [
-    sides.Plain, PlainCompiled, sides.InC, sides.Replayed, OursCompiled, sides.Theirs,
+    sides.Plain, sides.PlainCompiled, sides.InC, sides.Replayed, sides.OursCompiled, sides.Theirs,
     TheirsCompiled,
 ]  # fmt: skip
 COLUMNS = ["", *[side.name for side in SIDES], "breaks", "ours / plain, compiled"]
@@ -93,9 +76,9 @@ def measure(row: cases.Row) -> list[str]:
             print(f"{row.name}: {kind.name} failed: {str(error)[:300]}", file=sys.stderr)
     around = {kind.name: getattr(kind, "around", nullcontext) for kind in SIDES}
     took = best_times(calls, FULL, around)
-    ours, plain = took.get(OursCompiled.name), took.get(PlainCompiled.name)
+    ours, plain = took.get(sides.OURS_COMPILED), took.get(sides.PLAIN_COMPILED)
     cells = [cell(took.get(k.name), took[sides.PLAIN], first.get(k.name)) for k in SIDES]
-    compiled = getattr(built[OursCompiled.name], "compiled", None)
+    compiled = getattr(built[sides.OURS_COMPILED], "compiled", None)
     cells.append(", ".join(compiled.breaks()) or "0" if compiled else "error")
     line = [row.name, *cells, f"{ours / plain:.2f}x" if ours and plain else ""]
     print(line, file=sys.stderr, flush=True)

@@ -62,7 +62,8 @@ def measure(row: Row, effort: Effort, progress: str) -> Result:
     print(f"{progress} {row.name} ...", end=" ", file=sys.stderr, flush=True)
     result = Result(row)
     calls, first = {}, {}
-    contestants = [k for k in sides.contestants() if row.replay or k is not sides.Replayed]
+    contestants = sides.contestants(row.replay)
+    torch._dynamo.reset()
     for kind in contestants:
         try:
             torch.manual_seed(0)

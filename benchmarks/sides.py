@@ -31,6 +31,7 @@ DEVICE = "cpu"  # overhead.py --device
 PLAIN, OURS, THEIRS = "plain", "disttensor", "DTensor"
 IN_C = "disttensor (C)"
 REPLAYED = "disttensor (replay)"
+PLAIN_COMPILED, OURS_COMPILED = "plain, compiled", "disttensor, compiled"
 
 Layout = Sequence[int | None]
 
@@ -136,12 +137,30 @@ class Replayed(InC):
         return dt.replay(function)
 
 
-def contestants() -> list[type[Plain]]:
-    """All sides that can run here."""
-    ours = (
-        [] if dt is None else [Ours, Replayed] if native.module is None else [Ours, InC, Replayed]
-    )
-    return [Plain, *ours, Theirs]
+class PlainCompiled(Plain):
+    """Plain PyTorch under torch.compile."""
+
+    name = PLAIN_COMPILED
+
+    def forward(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        return torch.compile(function, dynamic=False)
+
+
+class OursCompiled(InC):
+    """disttensor under its own ``compile``."""
+
+    name = OURS_COMPILED
+
+    def forward(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        self.compiled = dt.compile(function)
+        return self.compiled
+
+
+def contestants(replay: bool) -> list[type[Plain]]:
+    """All sides that can run here. ``replay``: is there a forward to record?"""
+    ours = [] if dt is None else [Ours] if native.module is None else [Ours, InC]
+    recorded = [Replayed, OursCompiled] if dt is not None and replay else []
+    return [Plain, *ours, *recorded, *[PlainCompiled] * replay, Theirs]
 
 
 class Theirs(Plain):

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import torch
 from cases import Row
-from sides import IN_C, OURS, PLAIN, REPLAYED, THEIRS
+from sides import IN_C, OURS, OURS_COMPILED, PLAIN, PLAIN_COMPILED, REPLAYED, THEIRS
 
 COLUMNS = (
     "", PLAIN, f"{OURS} (Python)", IN_C, REPLAYED, f"torch {THEIRS}", "Python / plain", "C / plain",
-    "replay / plain", f"{THEIRS} / plain", "aim", "met",
+    "replay / plain", f"{THEIRS} / plain", "compiled plain / plain", "ours compiled / plain",
+    "aim", "met",
 )  # fmt: skip
 
 
@@ -46,7 +47,8 @@ class Result:
 
     def cells(self) -> list[str]:
         times = [self._time(side) for side in (PLAIN, OURS, IN_C, REPLAYED, THEIRS)]
-        ratios = [_ratio(self.ratio(side)) for side in (OURS, IN_C, REPLAYED, THEIRS)]
+        others = OURS, IN_C, REPLAYED, THEIRS, PLAIN_COMPILED, OURS_COMPILED
+        ratios = [_ratio(self.ratio(side)) for side in others]
         met = {True: "yes", False: "no", None: ""}[self.met()]
         return [self.row.name, *times, *ratios, str(self.row.target or ""), met]
 
@@ -151,6 +153,8 @@ as possible and without a network. It does not measure throughput.
 - *disttensor (Python)* and *disttensor (C)* are the same program with the same plan for each call.
   Calls whose plan is cached are run by `disttensor/dispatch/dispatch.py`, or by `native.c`, which
   is compiled if there is a compiler.
+- *compiled plain* is plain PyTorch under `torch.compile`, and *ours compiled* is `dt.compile`, both
+  with inductor: see [compile](compile.md#numbers). Compilation is part of the warm-up.
 - *torch DTensor* runs the same program on DTensors. The block is shown a second time with
   `parallelize_module` (`ColwiseParallel`, `RowwiseParallel`): code between the linears is local.
 - Forward+backward includes freeing the gradients of the step before, as `zero_grad` does.
