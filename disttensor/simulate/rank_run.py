@@ -16,7 +16,7 @@ from disttensor.runtime import current_runtime
 from disttensor.simulate.events import Event, Gradient, Visit
 from disttensor.simulate.layers import LayersOfMeshes
 from disttensor.simulate.memory import Held, Memory, MemoryChange, summary
-from disttensor.torch_private import next_node
+from disttensor.torch_private import next_number
 
 Action = pipeline.Action
 Shape = tuple[int, ...]
@@ -211,7 +211,7 @@ class ActionRecorder(Observer):
         run, position = self._opened(), self.now()
         if position is not None:
             run.begins.append((action, position))
-            run.nodes.append(next_node())
+            run.nodes.append(next_number())
             self.note(Visit("forward" if action.kind == "F" else "backward", user_line()))
 
     def begin_run(self, order: Sequence[Any], schedule: pipeline.Schedule, stage: int) -> None:
@@ -236,7 +236,7 @@ class ActionRecorder(Observer):
             tags[number + 1] = run.tags[number] + used[other]
         run.end = self.now()
         if run.end is not None:
-            run.nodes.append(next_node())
+            run.nodes.append(next_number())
             equal_transfers = len(set(used.values())) == 1
             run.has_equal_micro_batches = equal_transfers and run.makes_equal_nodes()
 
