@@ -34,10 +34,10 @@ before_metadata_receive: ContextVar[Callable[[], None]] = ContextVar(
     "before_metadata_receive", default=lambda: None
 )
 
-# pipeline -> simulate. Called with the actions of this rank's stage. Returns micro-batches that do
-# not run, each with a similar one whose loss replaces its own.
-choose_left_out: ContextVar[Callable[[Any], dict[int, int]]] = ContextVar(
-    "choose_left_out", default=lambda actions: {}
+# pipeline -> simulate. Called with the actions of this rank's stage. Returns those to carry out: a
+# micro-batch without actions gets the loss of the first one.
+choose_actions: ContextVar[Callable[[Any], Any]] = ContextVar(
+    "choose_actions", default=lambda row: row
 )
 
 # observe -> dispatch. Called after an observer was opened or closed.

@@ -38,7 +38,7 @@ LINES = {
     "random": 840,
     "reshard": 1_612,
     "root": 2_236,
-    "simulate": 5_365,
+    "simulate": 5_199,
     "tensor": 2_805,
     "trace": 2_413,
 }  # fmt: skip

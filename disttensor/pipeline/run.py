@@ -95,7 +95,9 @@ def run(
             o.end_run()
         for micro_batch in running:
             micro_batch.close()
-    return [micro_batch.loss.detach() for micro_batch in running]
+    losses = [micro_batch.loss for micro_batch in running]
+    first = next(loss for loss in losses if loss is not None)  # see callbacks.choose_actions
+    return [(first if loss is None else loss).detach() for loss in losses]
 
 
 def _carry_out(
@@ -130,17 +132,14 @@ def _carry_out(
     stage = stage_in(order)
     for micro_batch in running:
         micro_batch.at(stage, plan, way)
-    row = plan.orders[stage]
     for o in observers_of_thread():
         o.begin_run(order, plan, stage)
-    left_out = callbacks.choose_left_out.get()(row)
+    row = callbacks.choose_actions.get()(plan.orders[stage])
     # The last backward of each visit. I does not count, as gradients of weights come after it.
     final = {a.chunk: a for a in row if a.kind in "BW"}
     early_receives = EarlyReceives(row, running)
     for action in row:
         kind, number, chunk = action
-        if number in left_out:
-            continue
         if kind != "F":
             with backward_context(BackwardContext(action is final.get(chunk))):
                 running[number].carry_out(action)
@@ -149,8 +148,6 @@ def _carry_out(
             running[number].carry_out(action)
         if not chunk:
             early_receives.post_next(running[number])
-    for number, other in left_out.items():
-        running[number].loss = running[other].loss
 
 
 _EXAMPLES = {

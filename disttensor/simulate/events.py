@@ -7,7 +7,13 @@ from typing import NamedTuple
 
 import torch
 
+from disttensor.pipeline.action import Action
+
 PHASES = ("forward", "backward", "optimizer")
+Label = tuple[int, Action | None]  # a pipeline run and an action; None: the part before the run
+# Of a storage or work: what made it and how many that made before, or a number while it is recorded
+# (negative: it is older than the step).
+Name = tuple[Label, int] | int
 
 
 class Op(NamedTuple):
@@ -36,9 +42,8 @@ class Collective(NamedTuple):
     nbytes   bytes that this rank sends
     payload  bytes of its largest tensor
     group    the name of the process group, the same on all its ranks
-    number   the number of earlier collectives of this group
     uneven   ranks exchange pieces of several sizes
-    work     the number that a Wait names
+    work     its number or name, which a Wait has, too
     """
 
     kind: str
@@ -47,9 +52,8 @@ class Collective(NamedTuple):
     payload: int
     ranks: tuple[int, ...]
     group: str
-    number: int
     uneven: bool
-    work: int
+    work: Name
     phase: str
     where: str
 
@@ -63,7 +67,7 @@ class Message(NamedTuple):
     nbytes: int
     tag: int
     number: int
-    work: int
+    work: Name
     phase: str
     where: str
 
@@ -71,7 +75,7 @@ class Message(NamedTuple):
 class Wait(NamedTuple):
     """The rank needs the result of ``work``."""
 
-    work: int
+    work: Name
 
 
 class Visit(NamedTuple):

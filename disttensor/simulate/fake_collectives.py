@@ -119,8 +119,6 @@ class FakeCollectives:
         ))  # fmt: skip
 
     def _collective(self, kind: str, name: str, args: Any, record: CommRecord | None) -> None:
-        number = self.count[name]
-        self.count[name] += 1
         tensors: list[torch.Tensor] = collect(list(args), [])
         payload = max((t.nbytes for t in tensors), default=0)
         if record is None:
@@ -128,6 +126,6 @@ class FakeCollectives:
                 kind.strip("_"), "", payload, self.phase(), user_line(), (), torch.uint8
             )
         self.note(Collective(
-            record.kind, record.axis, record.bytes, payload, self.groups[name], name, number,
+            record.kind, record.axis, record.bytes, payload, self.groups[name], name,
             _uneven(args), len(self.works), self.phase(), record.where,
         ))  # fmt: skip

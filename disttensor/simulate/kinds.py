@@ -16,9 +16,9 @@ from disttensor.comm.log import CommLog
 from disttensor.core.layout import box_at
 from disttensor.core.mesh import ProcessMesh
 from disttensor.runtime import current_runtime
-from disttensor.simulate.equal_stages import derive, derived_ranks, is_alike
 from disttensor.simulate.events import Collective, Event
 from disttensor.simulate.rank_run import Grid, PipelineRun, RankRun, Shape
+from disttensor.simulate.templates import derive, derived_ranks, is_alike
 from disttensor.tensor.base import MeshTensor
 from reshard.cross_mesh_plan import CrossMeshPlan
 

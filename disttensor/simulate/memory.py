@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from disttensor.errors import user_line
+from disttensor.simulate.events import Name
 from disttensor.torch_private import storage_id
 
 Tensor = torch.Tensor
@@ -51,14 +52,14 @@ class StorageRecord:
 
 
 class MemoryChange(NamedTuple):
-    """Storage number ``block``, made at line ``made``, grows by ``nbytes`` (or shrinks, if
-    negative) in event number ``event`` of the step."""
+    """Storage ``block`` (a number or name), made at line ``made``, grows by ``nbytes`` (or shrinks,
+    if negative) in event number ``event`` of the step."""
 
     event: int
     category: str
     nbytes: int
     where: str
-    block: int
+    block: Name
     made: str
 
 
@@ -178,21 +179,21 @@ class MemoryLog:
 
     def between(self, first: int, last: int) -> tuple[Held, list[MemoryChange]]:
         """Returns the bytes by category at change number ``first``, and the changes from there up
-        to number ``last``."""
+        to number ``last``. Storages that are older have negative numbers."""
         held: Held = dict.fromkeys(CATEGORIES, 0)
-        names: dict[int, str] = {}
+        known: dict[int, tuple[str, int]] = {}  # category and number of each storage
         steps: list[MemoryChange] = []
         for i, change in enumerate(self.changes[:last]):
             block = change.block
-            name = names.get(block.number)
-            if name is None:
-                name = names[block.number] = self.category(block)
+            if block.number not in known:
+                number = block.number if i >= first else -1 - block.number
+                known[block.number] = self.category(block), number
+            name, number = known[block.number]
             if i < first:
                 held[name] += change.nbytes
             else:
                 steps.append(MemoryChange(
-                    change.event, name, change.nbytes, change.where, block.number,
-                    block.where,
+                    change.event, name, change.nbytes, change.where, number, block.where
                 ))  # fmt: skip
         return held, steps
 
@@ -214,7 +215,7 @@ def summary(held: Held, steps: Sequence[MemoryChange]) -> Memory:
 
 def _tensors(steps: Sequence[MemoryChange]) -> tuple[dict[str, int], dict[str, tuple[int, str]]]:
     """Returns ``Memory.kept`` and ``Memory.largest`` after these changes."""
-    sizes: Counter[tuple[int, str, str]] = Counter()
+    sizes: Counter[tuple[Name, str, str]] = Counter()
     for step in steps:
         sizes[step.block, step.category, step.made] += step.nbytes
     kept: Counter[str] = Counter()

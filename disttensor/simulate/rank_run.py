@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, Self
+from itertools import accumulate
+from typing import Any, NamedTuple
 
-from disttensor import callbacks, pipeline
 from disttensor.comm.log import CommRecord
 from disttensor.core.mesh import ProcessMesh
 from disttensor.errors import user_line
 from disttensor.observe import Observer
+from disttensor.pipeline.action import Action
+from disttensor.pipeline.schedule import Schedule
 from disttensor.runtime import current_runtime
-from disttensor.simulate.events import Event, Gradient, Visit
+from disttensor.simulate.events import (
+    Collective,
+    Event,
+    Gradient,
+    Label,
+    Message,
+    Name,
+    Visit,
+    Wait,
+)
 from disttensor.simulate.layers import LayersOfMeshes
 from disttensor.simulate.memory import Held, Memory, MemoryChange, summary
-from disttensor.torch_private import next_number
 
-Action = pipeline.Action
 Shape = tuple[int, ...]
 
 
@@ -54,27 +63,30 @@ class Position(NamedTuple):
     comms: int
 
 
-class ActionSlice(NamedTuple):
-    """The part of a step from ``start`` to ``end``: an action of pipeline run number ``run``, or
-    (``action`` is None) the part before that run."""
+class StepPart(NamedTuple):
+    """A part of a step: an action of pipeline run number ``run``, or (``action`` is None) the part
+    before that run. Its memory changes have numbers of its own events."""
 
     run: int
     action: Action | None
-    start: Position
-    end: Position
+    events: list[Event]
+    changes: list[MemoryChange]
+    comms: list[CommRecord]
+
+    @property
+    def label(self) -> Label:
+        return self[:2]
 
 
 @dataclass
 class PipelineRun:
     """A ``pipeline.run`` of the step.
 
-    grids     the meshes of its stages
-    orders    the actions of each stage, in order
-    stage     the stage of this rank
-    begins    where each action of this rank begins
-    tags      the number of transfers of each micro-batch before the run
-    nodes     the number of autograd nodes before each action
-    left_out  micro-batches that did not run, each with a similar one that did
+    grids   the meshes of its stages
+    orders  the actions of each stage, in order
+    stage   the stage of this rank
+    begins  where each action of this rank begins
+    tags    the number of transfers of each micro-batch before the run
     """
 
     grids: tuple[Grid, ...] = ()
@@ -83,41 +95,30 @@ class PipelineRun:
     begins: list[tuple[Action, Position]] = field(default_factory=list)
     end: Position | None = None
     tags: dict[int, int] = field(default_factory=dict)
-    nodes: list[int] = field(default_factory=list)
-    left_out: dict[int, int] = field(default_factory=dict)
-    has_equal_micro_batches: bool = False
+    has_equal_transfers: bool = False
 
-    def makes_equal_nodes(self) -> bool:
-        """Returns True if the forwards of all micro-batches make the same number of autograd
-        nodes."""
-        made: dict[int, set[int]] = {}
-        for (action, _), begin, end in zip(self.begins, self.nodes, self.nodes[1:], strict=False):
-            if action.kind == "F":
-                made.setdefault(action.chunk, set()).add(end - begin)
-        return all(len(counts) == 1 for counts in made.values())
+    @property
+    def row(self) -> tuple[Action, ...]:
+        """The actions of this rank's stage."""
+        return self.orders[self.stage]
 
 
 @dataclass(frozen=True)
 class RankRun:
     """The recorded step of ``rank``.
 
-    held           bytes by category when the step begins
-    changes        changes of its memory
-    warnings       warnings of the program
-    slices         the step, cut into actions
-    blocks_before  storages with a lower number existed before the step
-    layers         the names of the layers on each mesh
+    held      bytes by category when the step begins
+    parts     the step, cut into actions
+    runs      its pipeline runs
+    warnings  warnings of the program
+    layers    the names of the layers on each mesh
     """
 
     rank: int
-    events: list[Event]
-    comms: list[CommRecord]
     held: Held
-    changes: list[MemoryChange]
-    warnings: list[str]
-    slices: tuple[ActionSlice, ...]
+    parts: list[StepPart]
     runs: list[PipelineRun]
-    blocks_before: int = 0
+    warnings: list[str]
     layers: LayersOfMeshes = field(default_factory=dict)
 
     @property
@@ -126,51 +127,35 @@ class RankRun:
         grids = self.runs[0].grids if self.runs else ()
         return next((s for s, grid in enumerate(grids) if self.rank in grid.ranks), None)
 
-    def cut(self, part: ActionSlice) -> tuple[list[Event], list[MemoryChange], list[CommRecord]]:
-        """Returns the events, memory changes and CommRecords of a slice."""
-        a, b = part.start, part.end
-        return (
-            self.events[a.events : b.events], self.changes[a.changes : b.changes],
-            self.comms[a.comms : b.comms],
-        )  # fmt: skip
+    @cached_property
+    def events(self) -> list[Event]:
+        return [event for part in self.parts for event in part.events]
 
-    def held_at_end(self) -> Held:
-        """Returns the bytes by category when the step ends."""
-        out = dict(self.held)
-        for change in self.changes:
-            out[change.category] += change.nbytes
-        return out
+    @cached_property
+    def comms(self) -> list[CommRecord]:
+        return [record for part in self.parts for record in part.comms]
+
+    @cached_property
+    def changes(self) -> list[MemoryChange]:
+        """The changes of its memory."""
+        begins = accumulate([len(part.events) for part in self.parts], initial=0)
+        return [
+            change._replace(event=change.event + begin)
+            for part, begin in zip(self.parts, begins, strict=False)
+            for change in part.changes
+        ]
 
     @cached_property
     def memory(self) -> Memory:
         return summary(self.held, self.changes)
 
-
-class StepBuilder:
-    """Builds a step from slices of recorded ones. ``like``: the run whose other fields are kept."""
-
-    def __init__(self, like: RankRun) -> None:
-        self._run = replace(like, events=[], changes=[], comms=[])
-        self._slices: list[ActionSlice] = []
-
-    def add(
-        self, part: ActionSlice, action: Action | None, events: Iterable[Event],
-        changes: Iterable[MemoryChange], comms: Iterable[CommRecord],
-    ) -> None:  # fmt: skip
-        """Appends a slice with the number of ``part``. ``changes`` have the event numbers of
-        ``part``."""
-        start = self._position()
-        shift = start.events - part.start.events
-        self._run.events.extend(events)
-        self._run.changes.extend(c._replace(event=c.event + shift) for c in changes)
-        self._run.comms.extend(comms)
-        self._slices.append(ActionSlice(part.run, action, start, self._position()))
-
-    def build(self) -> RankRun:
-        return replace(self._run, slices=tuple(self._slices))
-
-    def _position(self) -> Position:
-        return Position(len(self._run.events), len(self._run.changes), len(self._run.comms))
+    def labels(self, stage: int) -> Iterator[Label]:
+        """Yields the labels of the parts of a stage, in order."""
+        for part in self.parts:
+            if part.action is None:
+                yield part.label
+                if part.run < len(self.runs):
+                    yield from ((part.run, action) for action in self.runs[part.run].orders[stage])
 
 
 class ActionRecorder(Observer):
@@ -180,28 +165,15 @@ class ActionRecorder(Observer):
         now: returns the current Position, or None while nothing is recorded.
         note: receives a Visit for each action, and a Gradient for each gradient of sharded
             parameters.
-        choose_left_out: returns the micro-batches to leave out, each with a similar one, from the
-            actions of a stage and whether this step is recorded.
     """
 
     sees_modules = True
 
-    def __init__(
-        self, now: Callable[[], Position | None], note: Callable[[Event], None],
-        choose_left_out: Callable[[Sequence[Action], bool], dict[int, int]] | None = None,
-    ) -> None:  # fmt: skip
-        self.now, self.note, self.choose_left_out = now, note, choose_left_out
+    def __init__(self, now: Callable[[], Position | None], note: Callable[[Event], None]) -> None:
+        self.now, self.note = now, note
         self.runs: list[PipelineRun] = []
         self._open: PipelineRun | None = None
         self._tags: dict[int, int] = {}
-
-    def __enter__(self) -> Self:
-        self._outer = callbacks.choose_left_out.set(self.leave_out)
-        return super().__enter__()
-
-    def __exit__(self, *exc: object) -> None:
-        super().__exit__(*exc)
-        callbacks.choose_left_out.reset(self._outer)
 
     def accumulate_grad(self, params: Sequence[Any]) -> None:
         if any(p.axis is not None for p in params):
@@ -211,20 +183,12 @@ class ActionRecorder(Observer):
         run, position = self._opened(), self.now()
         if position is not None:
             run.begins.append((action, position))
-            run.nodes.append(next_number())
             self.note(Visit("forward" if action.kind == "F" else "backward", user_line()))
 
-    def begin_run(self, order: Sequence[Any], schedule: pipeline.Schedule, stage: int) -> None:
+    def begin_run(self, order: Sequence[Any], schedule: Schedule, stage: int) -> None:
         run = self._opened()
         run.grids, run.orders, run.stage = tuple(map(Grid.of, order)), schedule.orders, stage
         run.tags = {n: self._tags.get(n + 1, 0) for n in range(schedule.micro_batches)}
-
-    def leave_out(self, actions: Sequence[Action]) -> dict[int, int]:
-        """Implements ``callbacks.choose_left_out``."""
-        run = self._opened()
-        if self.choose_left_out is not None:
-            run.left_out = self.choose_left_out(actions, self.now() is not None)
-        return run.left_out
 
     def end_run(self) -> None:
         run, self._open = self._open, None
@@ -232,13 +196,9 @@ class ActionRecorder(Observer):
             return
         tags = current_runtime().tags
         used = {n: tags.get(n + 1, 0) - before for n, before in run.tags.items()}
-        for number, other in run.left_out.items():
-            tags[number + 1] = run.tags[number] + used[other]
-        run.end = self.now()
-        if run.end is not None:
-            run.nodes.append(next_number())
-            equal_transfers = len(set(used.values())) == 1
-            run.has_equal_micro_batches = equal_transfers and run.makes_equal_nodes()
+        run.end, run.has_equal_transfers = self.now(), len(set(used.values())) == 1
+        for n in used:  # a micro-batch that did not run has as many as the others
+            tags[n + 1] = run.tags[n] + (used[n] or max(used.values()))
 
     def _opened(self) -> PipelineRun:
         if self._open is None:
@@ -248,16 +208,37 @@ class ActionRecorder(Observer):
         return self._open
 
 
-def cut_step(runs: Sequence[PipelineRun], last: Position) -> Iterator[ActionSlice]:
-    """Yields the slices of a step that ends at ``last``: actions, and the parts between pipeline
-    runs."""
+def cut_step(
+    runs: Sequence[PipelineRun], last: Position, events: Sequence[Event],
+    changes: Sequence[MemoryChange], comms: Sequence[CommRecord],
+) -> Iterator[StepPart]:  # fmt: skip
+    """Yields the parts of a step that ends at ``last``. Storages and works that are older than the
+    step have negative numbers."""
+    works, blocks = dict[Name, Name](), dict[Name, Name]()
+
+    def part(number: int, action: Action | None, a: Position, b: Position) -> StepPart:
+        out = StepPart(number, action, [], [], list(comms[a.comms : b.comms]))
+        label, made = out.label, (len(works), len(blocks))
+        for e in events[a.events : b.events]:
+            if isinstance(e, Collective | Message):
+                works[e.work] = label, len(works) - made[0]
+            if isinstance(e, Collective | Message | Wait):
+                e = e._replace(work=works.get(e.work, -1))
+            out.events.append(e)
+        for change in changes[a.changes : b.changes]:
+            block = change.block
+            if isinstance(block, int) and block >= 0:
+                block = blocks.setdefault(block, (label, len(blocks) - made[1]))
+            out.changes.append(change._replace(event=change.event - a.events, block=block))
+        return out
+
     at = Position(0, 0, 0)
     for number, run in enumerate(runs):
         if not run.grids or run.end is None:  # forwards only
             continue
-        yield ActionSlice(number, None, at, run.begins[0][1])
+        yield part(number, None, at, run.begins[0][1])
         ends = [*(position for _, position in run.begins[1:]), run.end]
         for (action, start), end in zip(run.begins, ends, strict=True):
-            yield ActionSlice(number, action, start, end)
+            yield part(number, action, start, end)
         at = run.end
-    yield ActionSlice(len(runs), None, at, last)
+    yield part(len(runs), None, at, last)

@@ -4,7 +4,7 @@ engine."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
@@ -24,7 +24,7 @@ from disttensor.simulate.fake_collectives import FakeCollectives
 from disttensor.simulate.kinds import DifferenceLog
 from disttensor.simulate.layers import Layers
 from disttensor.simulate.memory import Held, MemoryChange, MemoryLog
-from disttensor.simulate.rank_run import Action, ActionRecorder, Position
+from disttensor.simulate.rank_run import ActionRecorder, Position
 from disttensor.tensor.base import MeshTensor
 from disttensor.torch_private import (
     DataDependentOutput,
@@ -67,23 +67,18 @@ class StepRecorder(TorchDispatchMode):
     Args:
         values: the value that ``.item()``, ``bool()`` or ``.tolist()`` returns on a fake tensor: a
             number, or a function of the line that reads.
-        choose_left_out: see ActionRecorder.
     """
 
     sees_engine = True  # see disttensor.fsdp.unseen
 
-    def __init__(
-        self, values: Values = 0.0,
-        choose_left_out: Callable[[Sequence[Action], bool], dict[int, int]] | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, values: Values = 0.0) -> None:
         super().__init__()
         self.values = values
         self.mode = fakes()
         self.events: list[Event] = []
         self.memory = MemoryLog()
         self.recording = self._collects = False
-        self.actions = ActionRecorder(self.position, self._note, choose_left_out)
-        self.blocks_before = 0  # storages at ``start``
+        self.actions = ActionRecorder(self.position, self._note)
         self.last = Position(0, 0, 0)
         self._first = 0  # changes of the memory at ``start``
         self.comms = DifferenceLog()
@@ -125,7 +120,7 @@ class StepRecorder(TorchDispatchMode):
         self._collects = gc.isenabled()
         gc.disable()
         self.events, self.recording, self.memory.event = [], True, 0
-        self._first, self.blocks_before = len(self.memory.changes), self.memory.count
+        self._first = len(self.memory.changes)
         self.comms.records.clear()
         self._answered = 0
         self._collectives.count.clear()

@@ -18,13 +18,13 @@ from disttensor.errors import SimulationError
 from disttensor.progress import bar
 from disttensor.simulate import devices
 from disttensor.simulate.devices import Device, Network
-from disttensor.simulate.equal_micro_batches import can_repeat, fill
 from disttensor.simulate.kind import Kind
 from disttensor.simulate.kinds import Differences, representatives
 from disttensor.simulate.rank_run import RankRun
 from disttensor.simulate.recorder import Values, check_values
 from disttensor.simulate.report import Report
 from disttensor.simulate.run_rank import Program, compare, of_build, run_rank
+from disttensor.simulate.templates import can_repeat, fill
 from disttensor.simulate.timeline import timelines
 from disttensor.simulate.world import frozen_garbage
 
@@ -147,7 +147,7 @@ class _Runner:
             run, found = self.run(rank, True)
             try:
                 return fill(run), found
-            except (ValueError, KeyError):
+            except (ValueError, LookupError):
                 pass  # this stage has to run all of them
         run, found = self.run(rank, False)
         if self.few is None:

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from disttensor import errors
+from disttensor import callbacks, errors
 from disttensor.errors import SimulationError
-from disttensor.simulate.equal_micro_batches import left_out
 from disttensor.simulate.events import Collective, Message, Op
 from disttensor.simulate.kinds import Differences
 from disttensor.simulate.rank_run import RankRun, cut_step
 from disttensor.simulate.recorder import StepRecorder, Values
+from disttensor.simulate.templates import few
 from disttensor.simulate.world import own_modules, simulated_rank
 
 Program = Callable[[StepRecorder], None]  # starts and stops the recorder
@@ -81,7 +81,7 @@ def of_script(path: str, arguments: Sequence[str], steps: int = 2) -> Program:
 
 def run_rank(
     program: Program, rank: int, world: int, values: Values, ranks_per_node: int, backend: str,
-    few: bool = False,
+    is_short: bool = False,
 ) -> tuple[RankRun, Differences]:  # fmt: skip
     """Runs ``program`` as one rank and returns its recorded step, and the differences between ranks
     that the step shows.
@@ -93,7 +93,7 @@ def run_rank(
         values: see ``simulate``.
         ranks_per_node: for LOCAL_RANK and the other variables of torchrun.
         backend: the backend of the fake process group.
-        few: run only the micro-batches that are needed to derive the others.
+        is_short: run only the micro-batches that are needed to derive the others.
 
     Raises:
         Exception: any exception of the program.
@@ -110,22 +110,28 @@ def run_rank(
             warnings.simplefilter("always")
             # the engine compares addresses, and reads nothing there
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-            recorder = StepRecorder(values, left_out if few else None)
-            with recorder.running(), own_modules():
+            recorder = StepRecorder(values)
+            short = _with_few_actions(recorder) if is_short else contextlib.nullcontext()
+            with recorder.running(), own_modules(), short:
                 program(recorder)
             held, changes = recorder.memory_of_step()
-            runs, last = recorder.actions.runs, recorder.last
-            found = recorder.comms.differences(recorder.events, runs)
-            slices = tuple(cut_step(runs, last))
+            events, runs = recorder.events, recorder.actions.runs
+            found = recorder.comms.differences(events, runs)
+            parts = list(cut_step(runs, recorder.last, events, changes, recorder.comms.records))
     finally:
         errors.warned.clear()
         errors.warned.update(warned)
     texts = list(dict.fromkeys(f"{w.category.__name__}: {w.message}" for w in caught))
-    run = RankRun(
-        rank, recorder.events, recorder.comms.records[: last.comms], held, changes, texts, slices,
-        runs, recorder.blocks_before, recorder.layers.of_meshes(),
-    )  # fmt: skip
-    return run, found
+    return RankRun(rank, held, parts, runs, texts, recorder.layers.of_meshes()), found
+
+
+@contextlib.contextmanager
+def _with_few_actions(recorder: StepRecorder) -> Iterator[None]:
+    token = callbacks.choose_actions.set(lambda row: few(row, recorder.recording))
+    try:
+        yield
+    finally:
+        callbacks.choose_actions.reset(token)
 
 
 def compare(one: RankRun, other: RankRun) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from disttensor.errors import SimulationError
 from disttensor.simulate.devices import Device, Network
-from disttensor.simulate.events import Collective, Event, Gradient, Message, Op, Visit, Wait
+from disttensor.simulate.events import Collective, Event, Gradient, Message, Name, Op, Visit, Wait
 from disttensor.simulate.transfers import (
     Clock,
     Party,
@@ -52,7 +52,7 @@ class _Rank:
     host: float = 0.0
     device: float = 0.0
     row: RankRow = field(default_factory=RankRow)
-    pending: dict[int, PendingTransfer] = field(default_factory=dict)
+    pending: dict[Name, PendingTransfer] = field(default_factory=dict)
 
     @property
     def now(self) -> float:

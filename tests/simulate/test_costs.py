@@ -37,8 +37,8 @@ def op(seconds):
     return Op("mm", round(seconds * 1e9), 0, F32, "forward", "a.py:1")
 
 
-def reduce_(ranks, number, work, nbytes=0):
-    return Collective("all_reduce", "dp", nbytes, nbytes, ranks, "g", number, False, work,
+def reduce_(ranks, work, nbytes=0):
+    return Collective("all_reduce", "dp", nbytes, nbytes, ranks, "g", False, work,
                       "backward", "a.py:2")  # fmt: skip
 
 
@@ -77,18 +77,18 @@ def test_a_collective_of_many_ranks_has_the_latency_of_a_tree():
 
 def test_what_is_not_waited_for_runs_beside():
     """A collective of 2 s between computations of 1 s and 3 s; then one that is waited for."""
-    beside = [op(1), reduce_((0, 1), 0, 0, 2 * 10**9), op(3), Wait(0)]
+    beside = [op(1), reduce_((0, 1), 0, 2 * 10**9), op(3), Wait(0)]
     (row,) = timelines([((0, 1), 0, beside)], 2, DEVICE, NET)
     assert row.end == pytest.approx(4, rel=1e-2) and row.total("wait for ranks") == 0
-    waited = [op(1), reduce_((0, 1), 0, 0, 2 * 10**9), Wait(0), op(3)]
+    waited = [op(1), reduce_((0, 1), 0, 2 * 10**9), Wait(0), op(3)]
     (row,) = timelines([((0, 1), 0, waited)], 2, DEVICE, NET)
     assert row.end == pytest.approx(6, rel=1e-2)
     assert row.total("wait for ranks") == pytest.approx(2, rel=1e-2)
 
 
 def test_a_collective_waits_for_the_slowest_kind():
-    slow = [op(5), reduce_((0, 1), 0, 0), Wait(0)]
-    fast = [op(1), reduce_((0, 1), 0, 0), Wait(0)]
+    slow = [op(5), reduce_((0, 1), 0), Wait(0)]
+    fast = [op(1), reduce_((0, 1), 0), Wait(0)]
     rows = timelines([((0,), 0, fast), ((1,), 1, slow)], 2, DEVICE, NET)
     assert [r.end for r in rows] == pytest.approx([5, 5], rel=1e-2)
 
@@ -118,7 +118,7 @@ def test_ranks_that_share_a_device_slow_each_other_down():
 def test_a_transfer_on_the_processor_of_a_rank_slows_its_kernels_down():
     """Of 2 s of kernels beside 1 s of a transfer, the first half goes at half the speed."""
     network = dataclasses.replace(NET, processor=Link(1e9, 0.5))
-    events = [reduce_((0, 1), 0, 0, 5 * 10**8), op(2), Wait(0)]
+    events = [reduce_((0, 1), 0, 5 * 10**8), op(2), Wait(0)]
     (row,) = timelines([((0, 1), 0, events)], 2, DEVICE, network)
     assert row.end == pytest.approx(3, rel=1e-2)
     (sent,) = [s for s in row.spans if s.lane == "communication"]
@@ -139,7 +139,7 @@ def test_the_host_takes_its_time_for_visits_and_messages(asynchronous):
     (row,) = timelines([((0,), 0, events)], 1, device, NET)
     assert row.end == pytest.approx(7 if asynchronous else 8.5, rel=1e-2)
     assert row.total("compute") == pytest.approx(6, rel=1e-2)
-    waits = [VISIT, reduce_((0, 1), 0, 0), Wait(0), VISIT, op(1)]  # nothing hides the host
+    waits = [VISIT, reduce_((0, 1), 0), Wait(0), VISIT, op(1)]  # nothing hides the host
     (row,) = timelines([((0, 1), 0, waits)], 2, device, NET)
     assert row.end == pytest.approx(3.5, rel=1e-2)
 

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 import disttensor as dt
-from disttensor.simulate import equal_stages, simulate
+from disttensor.simulate import simulate, templates
 from disttensor.simulate.events import Gradient
-from disttensor.simulate.rank_run import RankRun
 from tests.simulate.gpt_training import build as build_gpt
 
 kinds = importlib.import_module("disttensor.simulate.kinds")
@@ -118,15 +117,15 @@ def test_a_middle_stage_is_not_run_where_it_does_the_same(ran) -> None:
     simulate(layers(-1), world=6)
     assert 2 not in ran and 3 not in ran
     with pytest.raises(ValueError, match="3 stages later"):
-        equal_stages.DerivedRank(2, 2, 1, 4, (1, 4)).interpolate(5, 7)
+        templates.DerivedRank(2, 2, 1, 4, (1, 4)).interpolate(5, 7)
 
 
 def test_runs_whose_gradients_come_on_other_lines_are_not_the_same() -> None:
-    one, same, other = [
-        RankRun(rank, [Gradient(line)], [], {}, [], [], (), [])
-        for rank, line in ((0, "a.py:1"), (1, "a.py:1"), (1, "a.py:2"))
-    ]
-    assert equal_stages._same(one, same) and not equal_stages._same(one, other)
+    rank = templates.DerivedRank(2, 2, 1, 4, (1, 4))
+    one, other = Gradient("a.py:1"), Gradient("a.py:2")
+    assert templates._event(one, one, rank, str) == one
+    with pytest.raises(ValueError, match=r"a.py:1.*a.py:2"):
+        templates._event(one, other, rank, str)
 
 
 def test_layers_in_other_modules_have_their_own_names(ran, monkeypatch) -> None:
