@@ -119,11 +119,11 @@ def refuse_collectives(func: Any) -> None:
     if own.startswith("torch.distributed.nn") or re.match(r"_?c10d", str(func)):
         raise RuntimeError(
             f"{name_of(func)} at {user_line()}: a DistTensor is given to a collective of "
-            "torch.distributed. It is one tensor, the same on all ranks, so there is nothing of "
-            "other ranks to collect: use x as it is, as the program does on one process (code that "
-            "asks torch.distributed.is_initialized() has to take that way). To change what a rank "
-            "holds, call reshard(x, mesh, placements); to communicate by hand, run that code on "
-            "the locals: local_map(fn, in_placements=..., out_placements=...)"
+            "torch.distributed. A DistTensor is one tensor, the same on all ranks, so nothing has "
+            "to be collected from other ranks: use x itself, as on one process (code that checks "
+            "torch.distributed.is_initialized() must take the branch of one process). To change "
+            "the piece of a rank, call reshard(x, mesh, placements); to communicate by hand, run "
+            "that code on the locals: local_map(fn, in_placements=..., out_placements=...)"
         )
 
 

@@ -69,8 +69,8 @@ def cheapest(start: Layout, goal: Layout, mesh: Axes, shape: Axes, itemsize: int
                 came[edge.to] = state, edge
                 heapq.heappush(queue, (total, next(ticket), edge.to))
     raise LookupError(
-        f"reshard: no way from {dict(start.custom)} to {dict(goal.custom)}: register functions for "
-        "these placement types with @reshard.register, at least to and from Replicate"
+        f"reshard: no path from {dict(start.custom)} to {dict(goal.custom)}: register functions "
+        "for these placement types with @reshard.register, at least to and from Replicate"
     )
 
 

@@ -89,9 +89,9 @@ def register(
         taken = moves.get((src, dst))
         if taken is not None:
             raise ValueError(
-                f"reshard from {src.__name__} to {dst.__name__} is done by {_name(taken.fn)}, "
-                f"and {_name(fn)} claims it too; to have another way, make a placement type of "
-                "your own, derived from one of these, and register that"
+                f"reshard from {src.__name__} to {dst.__name__} is registered by "
+                f"{_name(taken.fn)} already, and by {_name(fn)} again; for another function, "
+                "derive a placement type of your own from one of these, and register that"
             )
         moves[src, dst] = Mover(kind or fn.__name__, fn, cost, cost is not no_bytes)
         clear_decisions()

@@ -234,7 +234,7 @@ def test_writing_to_a_view_that_had_to_be_copied():
     for write in (lambda: view.add_(1), lambda: view.fill_(0), lambda: view.__setitem__(0, 5.0),
         lambda: view.copy_(torch.zeros(16)),
                   lambda: view.zero_(), lambda: view.mul_(view)):  # fmt: skip
-        with pytest.raises(RuntimeError, match=r"f64\[16.*came from .*view.*copy.*clone\(\)"):
+        with pytest.raises(RuntimeError, match=r"f64\[16.*is a result of .*view.*copy.*clone\(\)"):
             write()
     same(x, counted(4, 4))
     view.clone().add_(1)

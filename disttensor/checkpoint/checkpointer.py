@@ -117,9 +117,9 @@ class Checkpointer:
                 other, expected = seen.setdefault(part, (rank, digest))
                 if digest != expected:
                     raise ValueError(
-                        f"{what}: {part[0]} is not the same on ranks {other} and {rank}: what "
-                        "differs between ranks has no meaning on another mesh. Give what is "
-                        "global, or leave it out"
+                        f"{what}: {part[0]} is not the same on ranks {other} and {rank}: values "
+                        "that differ between ranks have no meaning on another mesh. Save a global "
+                        "value, or leave it out"
                     )
             for key, states in firsts.items():
                 values[key].setdefault("state", {}).update(states)

@@ -155,8 +155,8 @@ def _parts(model: nn.Module, stored: dict[str, Stored], names: Any, strict: bool
         if unexpected:
             text.append(f"the model has no {unexpected[:5]} of {len(unexpected)}")
         raise ValueError(
-            f"pretrained.load: {'; '.join(text)}. Say names=, what is where in the files, or "
-            "strict=False"
+            f"pretrained.load: {'; '.join(text)}. Pass names=, which maps names of the model to "
+            "names in the files, or strict=False"
         )
     return parts
 

@@ -91,7 +91,7 @@ def _tensors(model: nn.Module, names: Any) -> dict[str, Any]:
         main = next((n for n in known if not any(p.search(n) for p in patterns)), known[0])
         out[renamed(main, names)] = state[main]
     if len(out) != len(aliases) or not out:
-        raise ValueError("pretrained.save: no tensors, or two that names= gives one name")
+        raise ValueError("pretrained.save: no tensors, or two tensors with one name in names=")
     return out
 
 

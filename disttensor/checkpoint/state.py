@@ -70,7 +70,7 @@ def collect(key: str, x: Any, names: Mapping[int, str], tensors: Tensors) -> Any
     if isinstance(x, (dict, list, Tensor)):
         return {"kind": "value", "state": _split(x, key, tensors)}
     raise TypeError(
-        f"{key}={x!r}: load could not put a value into a {type(x).__name__}. Give what has "
+        f"{key}={x!r}: load could not set the value of a {type(x).__name__}. Save an object with "
         f"state_dict and load_state_dict, a tensor, a list or a dict: {key}={{'value': ...}}"
     )
 

@@ -225,11 +225,11 @@ def exchange(number: int, indices: tuple[int, int], form: Any, error: Exception 
     for rank, (_, theirs, _) in zip(group.ranks, everyone, strict=True):
         if theirs != everyone[0][1]:
             raise ValueError(
-                f"shard_loader: batch {number} of rank {rank} is made of other samples than that "
-                "of rank 0. The loader of every rank goes through the whole data in one order: "
-                "give it no DistributedSampler, and shuffle with a generator of its own, "
-                "DataLoader(..., generator=torch.Generator().manual_seed(0)), or seed all ranks "
-                "alike"
+                f"shard_loader: batch {number} of rank {rank} has other samples than on rank 0. "
+                "The loader of every rank iterates over all data in one order: use no "
+                "DistributedSampler, and shuffle with a generator that belongs to the loader, "
+                "DataLoader(..., generator=torch.Generator().manual_seed(0)), or with the same "
+                "seed on all ranks"
             )
     known = [(r, f) for r, (_, _, f) in zip(group.ranks, everyone, strict=True) if f is not None]
     for rank, theirs in known:

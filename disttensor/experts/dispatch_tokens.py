@@ -79,13 +79,13 @@ class _Experts:
             if not isinstance(out, Tensor) or out.ndim != 2 or len(out) != len(given):
                 shown = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
                 raise ValueError(
-                    f"combine_tokens: the experts gave {shown} for {len(given)} rows: a tensor "
-                    "with a row for each is expected"
+                    f"combine_tokens: the experts returned {shown} for {len(given)} rows: a tensor "
+                    "with as many rows is expected"
                 )
         if out.shape[1] != given.shape[1]:
             raise ValueError(
-                f"combine_tokens: the experts gave rows of {out.shape[1]} elements for tokens of "
-                f"{given.shape[1]}: they come back as wide as they went"
+                f"combine_tokens: the experts returned rows of {out.shape[1]} elements for tokens "
+                f"of {given.shape[1]}: equal widths are expected"
             )
         wanting = [x for x in (given, *parameters) if x.requires_grad]
         if not wanting or not torch.is_grad_enabled():
@@ -144,7 +144,7 @@ def combine_tokens(dispatched: DispatchedTokens, weights: Any) -> Any:
     check_type("combine_tokens: weights", weights, Tensor, "a tensor")
     tokens, indices = dispatched.tokens, dispatched.indices
     if tokens is None:
-        raise ValueError("combine_tokens: these tokens came back already: dispatch them again")
+        raise ValueError("combine_tokens: these tokens were combined already: dispatch them again")
     if weights.shape != indices.shape:
         raise ValueError(
             f"combine_tokens: weights {list(weights.shape)} for indices {list(indices.shape)}: one "

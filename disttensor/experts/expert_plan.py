@@ -59,8 +59,8 @@ def experts(
     listed = check_sequence("plans.experts: mesh_axis", given, "an axis, or a list of them,")
     if mesh is None and any(isinstance(a, str) for a in listed):
         raise ValueError(
-            f"plans.experts: mesh_axis: the axis is given by its name {mesh_axis!r}; which one "
-            "of how many that is, the mesh says: experts(model, 'ep', mesh)"
+            f"plans.experts: mesh_axis={mesh_axis!r}: an axis given by its name needs the mesh "
+            "too: experts(model, 'ep', mesh)"
         )
     axes = [
         check_int("plans.experts: mesh_axis", a, 0) if mesh is None else mesh.axis(a)

@@ -280,8 +280,8 @@ class Engine:
         if written:
             raise RuntimeError(
                 f"shard_data_parallel: a forward of segment {segment.name!r} wrote to one of its "
-                "parameters: to a copy, which is gone now. Write to parameters between forwards, "
-                "or keep what is written to in a buffer"
+                "parameters. The write is lost, because it went to a gathered copy. Write to "
+                "parameters between forwards, or write to a buffer instead"
             )
 
     def _hook_leaves(self, segment: Segment) -> None:

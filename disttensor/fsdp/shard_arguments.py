@@ -102,7 +102,7 @@ def check_ignored(module: nn.Module, params: Any) -> frozenset[int]:
             raise ValueError(
                 f"{who}: a parameter of shape {tuple(p.shape)} is none of "
                 f"{type(module).__name__}. Take it from the module as it is now: shard_module and "
-                "Module.to may have made others"
+                "Module.to may have replaced its parameters"
             )
     return frozenset(map(id, listed))
 

@@ -47,9 +47,9 @@ def metadata_of_results(
         return None
     except DataDependentOutput:
         raise RuntimeError(
-            f"{name_of(func)} gives a Python value that depends on the data of a tensor on "
-            f"{mesh!r}, which this rank is not in. Write with dt.values_everywhere(): around it, "
-            "or give it dt.broadcast_value(x)"
+            f"{name_of(func)} returns a Python value that depends on the data of a tensor on "
+            f"{mesh!r}, which this rank is not in. Call it inside `with dt.values_everywhere():`, "
+            "or with dt.broadcast_value(x)"
         ) from None
 
 

@@ -73,8 +73,8 @@ def megatron(
     """
     if mesh is None and isinstance(mesh_axis, str):
         raise ValueError(
-            f"plans.megatron: the axis is given by its name {mesh_axis!r}; which one of how many "
-            "that is, the mesh says: megatron(model, 'tp', mesh)"
+            f"plans.megatron: mesh_axis={mesh_axis!r}: an axis given by its name needs the mesh "
+            "too: megatron(model, 'tp', mesh)"
         )
     if mesh is not None:
         mesh = as_mesh("plans.megatron: mesh", mesh)

@@ -44,9 +44,8 @@ def strategy_fields(configs: Mapping[str, Any]) -> dict[str, Any]:
         )
     if hybrid and dp is None and sharding is None:
         raise ValueError(
-            "sharding configs: hybrid_dp=True without sharding_degree and dp_degree: how many "
-            "shards, and how many replicas of them? Give one of the two; the other takes what is "
-            "left"
+            "sharding configs: hybrid_dp=True needs sharding_degree or dp_degree, the number of "
+            "shards or of their replicas; the other one gets the remaining factor"
         )
     return {
         "pp": given.get("pp_degree", 1),

@@ -119,7 +119,7 @@ class Strategy:
         if stage is not None and (type(stage) is not int or stage not in (1, 2, 3)):
             raise ValueError(
                 f"Strategy: zero_stage={self.zero_stage!r}: 1 shards the state of the optimizer, 2 "
-                "gradients too, 3 parameters too. For none of it leave it out and say sharding=1"
+                "gradients too, 3 parameters too. To shard nothing, leave it out and set sharding=1"
             )
         if self.attention not in POLICIES:
             raise ValueError(
@@ -157,15 +157,15 @@ class Strategy:
         fields = strategy_fields(configs)
         twice = sorted(fields.keys() & more.keys())
         if twice:
-            raise ValueError(f"from_sharding_configs: {', '.join(twice)}: said by the configs")
+            raise ValueError(f"from_sharding_configs: {', '.join(twice)}: set by configs too")
         strategy = cls(**fields, **more)
         if process_group.world()[1] > 1:
             try:
                 strategy.degrees()
             except ValueError as error:
                 raise ValueError(
-                    f"sharding configs {dict(configs)}: {error}. In these words: mp_degree is tp, "
-                    "and hybrid_dp=True without dp_degree lets dp take what is left"
+                    f"sharding configs {dict(configs)}: {error}. Here mp_degree is tp, and with "
+                    "hybrid_dp=True and without dp_degree, dp gets the remaining factor"
                 ) from None
         return strategy
 
@@ -296,7 +296,7 @@ class Strategy:
         if len(order) != times * self.degrees().pp:
             raise ValueError(
                 f"Strategy.apply: visits={times}: {self.schedule!r} visits each stage twice, there "
-                "and back. Leave visits out, or say another schedule"
+                "and back. Leave visits out, or choose another schedule"
             )
         return order
 
@@ -314,8 +314,8 @@ class Strategy:
             counts, balance, sample = options.values()
             if not is_sequential:
                 raise ValueError(
-                    f"Strategy.apply: {counts=}, {balance=} and sample say how layers are dealt "
-                    "out: give layers="
+                    f"Strategy.apply: {counts=}, {balance=} and sample describe how layers are "
+                    "divided: pass layers= too"
                 )
             assign_layers(layers_of(model, model)[1], order, counts, balance, model, sample)
 

@@ -353,7 +353,7 @@ def _select(names: tuple[str, ...]) -> list[Change]:
     known = [change.what for change in TABLE]
     for name in names:
         if name not in known:
-            raise ValueError(f"{name!r} is none of the changes: {', '.join(known)}")
+            raise ValueError(f"there is no change {name!r}; there are {', '.join(known)}")
     return [change for change in TABLE if not names or change.what in names]
 
 

@@ -125,7 +125,7 @@ class MicroBatchGraph:
         self._left.add(src)
         if self._counts[dst] >= self.most_visits:
             raise ValueError(
-                f"pipeline.run: the step comes to {dst!r} more often than stages= says, at "
+                f"pipeline.run: the step visits {dst!r} more often than stages= names it, at "
                 f"{user_line()}: {self.most_visits} visits. Name the meshes in the order of all "
                 "visits"
             )
@@ -153,7 +153,7 @@ class MicroBatchGraph:
         if from_ >= to:  # an empty list: more visits than the order has
             raise ValueError(
                 f"pipeline.run: the step goes from {src!r} to {dst!r}, at {user_line()}, which is "
-                f"not on the way that stages={list(order)} names. {_GIVE_ORDER}"
+                f"not in the order of stages={list(order)}. {_GIVE_ORDER}"
             )
 
     def _check_region(self, run: Any, src: ProcessMesh, dst: ProcessMesh) -> None:
@@ -167,10 +167,10 @@ class MicroBatchGraph:
             for ranks, other in self._region_meshes.items():
                 if own != ranks and own & ranks:
                     raise ValueError(
-                        f"pipeline.run: at {user_line()} a region of torch.utils.checkpoint comes "
-                        f"to {mesh!r}, and it computes on {other!r} too, which shares ranks "
-                        f"{sorted(own & ranks)} only. Reshard between regions, or give the meshes "
-                        "the same ranks"
+                        f"pipeline.run: at {user_line()} a region of torch.utils.checkpoint uses "
+                        f"{mesh!r}, and it computes on {other!r} too, which shares only ranks "
+                        f"{sorted(own & ranks)}. Reshard between regions, or give the meshes the "
+                        "same ranks"
                     )
             self._region_meshes[own] = mesh
 
@@ -181,8 +181,8 @@ class MicroBatchGraph:
         if self.order is not None and not all(mesh in rest for mesh in stages):
             raise ValueError(
                 f"pipeline.run: stages={list(self.order)}, and the model is split over the visits "
-                f"{list(stages)}: split it over the visits of the schedule (pipeline.visits says "
-                "them), or give run the stages of the split and a schedule that takes this way"
+                f"{list(stages)}: split it over the visits of the schedule (pipeline.visits "
+                "returns them), or pass the stages of the split and a schedule of this order to run"
             )
 
     def rank_stage(self) -> int:
@@ -356,7 +356,7 @@ class MicroBatchGraph:
 
 
 _GIVE_ORDER = (
-    "Give the meshes in the order in which the step visits them, and a schedule that takes this way"
+    "Pass the meshes in the order in which the step visits them, and a schedule of this order"
 )
 
 

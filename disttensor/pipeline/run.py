@@ -62,15 +62,15 @@ def run(
     builtin = NAMES.get(schedule) if isinstance(schedule, str) else None
     if builtin and builtin.needs_stages and order is None:
         raise ValueError(
-            f"pipeline.run: {schedule!r} visits every mesh several times: say in which order, "
-            f"with stages={_EXAMPLES[builtin.shape]}"
+            f"pipeline.run: {schedule!r} visits every mesh several times: give the order, as "
+            f"stages={_EXAMPLES[builtin.shape]}"
         )
     if order is not None:
         made = named(schedule, len(order), len(batches), chunks)
         if chunks > 1 and made.shape not in shapes:
             raise ValueError(
-                f"pipeline.run: stages={list(stages or ())} is not the way that the schedule takes "
-                f"over the meshes, as in stages={_EXAMPLES[made.shape]}"
+                f"pipeline.run: stages={list(stages or ())} is not an order in which the schedule "
+                f"visits meshes, as stages={_EXAMPLES[made.shape]}"
             )
     elif isinstance(schedule, Schedule):
         named(schedule, schedule.stages, len(batches), schedule.chunks)

@@ -108,7 +108,7 @@ def named(
             raise ValueError(f"{schedule!r} is no schedule; {known}")
         made = schedule(stages, micro_batches, chunks)
         if not isinstance(made, Schedule):
-            raise ValueError(f"{schedule!r} is to make a Schedule, and gave {made!r}")
+            raise ValueError(f"{schedule!r} must return a Schedule, and returned {made!r}")
         schedule = made
     made_for = (schedule.stages, schedule.micro_batches, schedule.chunks)
     if made_for != (stages, micro_batches, chunks):

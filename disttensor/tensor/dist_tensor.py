@@ -57,9 +57,7 @@ _NOT_TRACED = (
 
 
 def _no_dispatch(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    raise RuntimeError(
-        f"{func} of a DistTensor: import disttensor, which says how it is carried out"
-    )
+    raise RuntimeError(f"{func} of a DistTensor: import disttensor, which defines how it runs")
 
 
 class DistTensor(Metadata, Grad, Backward, Hooks, InPlace, Values, Checkpointable):
@@ -205,9 +203,9 @@ def rebuild(
         whose = "no piece: it was saved outside the mesh" if there is None else "another piece"
         raise RuntimeError(
             f"this pickle of {spec!r} on {spec.mesh!r} was made on rank {saved_by} and holds "
-            f"{whose}; rank {world()[0]} needs its own. Every rank loads what that rank has saved; "
-            "what is to be loaded by others is made whole first, on all ranks of the mesh: "
-            "x.full_tensor(), or with ranks outside x.full_tensor(everywhere=True)"
+            f"{whose}; rank {world()[0]} needs its own. Every rank loads the pickle that it saved. "
+            "To load it on other ranks, save the full tensor, which all ranks of the mesh compute: "
+            "x.full_tensor(), or with ranks off the mesh x.full_tensor(everywhere=True)"
         )
     else:
         local = scale_average_grad(local.detach().requires_grad_(flags[0]), spec)

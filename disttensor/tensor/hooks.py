@@ -50,7 +50,7 @@ class Hooks(MeshTensor):
         if collector is not None:
             raise RuntimeError(
                 f"register_hook on {self.spec!r}: under {collector.feature} the gradient collects "
-                "on a copy that comes and goes. register_post_accumulate_grad_hook is called when "
+                "on a temporary copy. register_post_accumulate_grad_hook is called when "
                 "the parameter has its gradient; to change it, change p.grad there"
             )
         hook_uses(self, of_leaf=self.local.is_leaf)

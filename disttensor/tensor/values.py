@@ -106,7 +106,7 @@ class Values(MeshTensor):
         """
         if grad_placements is not None:
             if grad_axes:
-                raise ValueError("to_local: grad_axes and grad_placements are given: one says all")
+                raise ValueError("to_local: grad_axes and grad_placements are given: give one")
             grad_axes = axes_of_grad("to_local", self.spec, grad_placements)
         given = (grad_axes,) if isinstance(grad_axes, (str, int)) else grad_axes
         listed = check_sequence("to_local: grad_axes", given, "axes of the mesh")

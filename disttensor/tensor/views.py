@@ -101,9 +101,9 @@ def refuse_copy(x: Any, func: Any) -> None:
     state = x._view_state
     if state is not None and state.func is not None and state.write_back is None:
         raise RuntimeError(
-            f"{name_of(func)}: {x.spec!r} came from {name_of(state.func)}, which had to move data "
-            "and gave a copy, so writing to it would not reach the tensor it was taken from. "
-            "Reshard that tensor first, or write to a clone()"
+            f"{name_of(func)}: {x.spec!r} is a result of {name_of(state.func)}, which had to move "
+            "data and returned a copy, so a write would not reach the tensor that it was made "
+            "from. Reshard that tensor first, or write to a clone()"
         )
 
 

@@ -265,7 +265,7 @@ def test_an_error_of_one_rank_is_raised_on_all_at_the_next_call(tmp_path: Path) 
     assert sorted(os.listdir(tmp_path / "run")) == ["000001-step-1", "000002-step-5"]
     for words, kind, wrong in (
         ("of no|in none of the models", ValueError, {"optimizer": optimizer}),
-        ("could not put a value into a int", TypeError, {"epoch": 3}),
+        ("could not set the value of a int", TypeError, {"epoch": 3}),
         ("of is not the same on ranks 0 and 1", ValueError, {"of": _Rank()}),
         ("table holds a value that could not be loaded", TypeError, {"table": {"a": Harm()}}),
         ("a name that the checkpointer needs", ValueError, {"random": []}),

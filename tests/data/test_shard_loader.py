@@ -191,7 +191,7 @@ def test_what_cannot_be_is_an_error_on_all_ranks():
 
     fails(loader_of(Broken(4), seed=None), "no sample 3")  # rank 1's, on both
     fails(loader_of(Words(4), seed=None), r"batch 0 is .*\[n, 2\].*word 0.* on rank 0 and .*word 2")
-    fails(loader_of(Samples(4), seed=rank), "made of other samples than that of rank 0")
+    fails(loader_of(Samples(4), seed=rank), "has other samples than on rank 0")
     own = torch.utils.data.DistributedSampler(Samples(8), 2, rank)
     fails(loader_of(Samples(8), seed=None, sampler=own), "no DistributedSampler")
     fails(loader_of(Samples(4), seed=None, collate_fn=longest), "pads must pad to a length")

@@ -119,7 +119,7 @@ def whole(x: Any) -> Any:
 
 # Errors in place of wrong numbers, where a view of one process is a copy
 REFUSALS = (
-    "writing to it would not reach",
+    "so a write would not reach",
     "has been written to since",
     "more than one element of the written-to tensor refers to a single memory location",
 )

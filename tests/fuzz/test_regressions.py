@@ -101,7 +101,7 @@ def split_rows():
 def test_a_write_to_a_view_of_a_copy_is_refused():
     a, _ = split_rows().split([3, 4], 0)
     for lost in (a, a.unsqueeze(1), a.detach(), a.t()[0]):
-        with pytest.raises(RuntimeError, match=r"had to move data and gave a copy"):
+        with pytest.raises(RuntimeError, match=r"had to move data and returned a copy"):
             lost.neg_()
 
 

@@ -330,10 +330,10 @@ def test_simulated_tokens_are_spread_evenly() -> None:
             lambda a: dt.experts.combine_tokens(dt.experts.dispatch_tokens(*a[:2], 5), a[2][:, :1]),
             "one for each",
         ),
-        (lambda a: twice(a), "came back already"),
-        (lambda a: giving(a, lambda rows, counts: rows[1:]), r"gave \[13, 4\] for 14 rows"),
+        (lambda a: twice(a), "were combined already"),
+        (lambda a: giving(a, lambda rows, counts: rows[1:]), r"returned \[13, 4\] for 14 rows"),
         (lambda a: giving(a, lambda rows, counts: rows[:, 1:]), "rows of 3 elements"),
-        (lambda a: giving(a, lambda rows, counts: None), "gave NoneType"),
+        (lambda a: giving(a, lambda rows, counts: None), "returned NoneType"),
     ],
 )
 def test_what_does_not_fit(wrong: Any, says: str) -> None:

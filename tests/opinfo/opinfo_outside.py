@@ -45,7 +45,7 @@ OPS = opinfo_check.OPS
 # Values that rank 2 cannot have: Python asks for them
 ASKS = (
     "what the others tell",
-    "gives a Python value",
+    "returns a Python value",
     "holds metadata only",
     "a regular tensor that requires grad",
 )

@@ -314,7 +314,7 @@ def test_a_new_name_is_one_line_of_the_table(monkeypatch):
             "where the program has 2 stages, 2 micro-batches, 2 chunks",
         ),
         (lambda p, m, v: pipeline.gpipe(p, 1), (2, 3), "where the program has 2 stages, 3 micro"),
-        (lambda p, m, v: None, (2, 3), "is to make a Schedule, and gave None"),
+        (lambda p, m, v: None, (2, 3), "must return a Schedule, and returned None"),
         (Schedule(["F0 B0 B0"]), (1, 1), "B0 more than once"),
         ("gpipe", (0, 1), "stages=0"),
         ("gpipe", (1, 0), "micro_batches=0"),

@@ -157,8 +157,8 @@ def by_hand(meshes, way):
 @pytest.mark.parametrize(
     "way, taken, schedule, why",
     [
-        ([0, 1, 0, 1], [0, 1, 1, 0], "zbv", "not on the way|more often"),
-        ([0, 1, 0, 1], [0, 1], "1f1b", "not on the way"),
+        ([0, 1, 0, 1], [0, 1, 1, 0], "zbv", "not in the order|more often"),
+        ([0, 1, 0, 1], [0, 1], "1f1b", "not in the order"),
         ([0, 1, 0], [0, 1, 0, 1], "interleaved_1f1b", "for good after 1 visits"),
         ([0, 1], [0, 1, 0, 1], "interleaved_1f1b", "for good after 1 visits"),
         ([0, 1, 0, 1, 0], [0, 1, 0, 1], "interleaved_1f1b", "more often"),
