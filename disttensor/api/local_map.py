@@ -230,7 +230,7 @@ def _local_of(x: DistTensor, spec: DistSpec, vary: set[int], placements: Any) ->
     axes = tuple(sorted(grads.partial_axes - split_axes))
     if gradient_type(GradType(spec, axes))[0].spec.layout == grads:
         return resharded_local(x, spec, axes)
-    return _type_gradient(resharded_local(x, spec, ()), spec, spec.with_layout(grads))
+    return _Regrad.apply(resharded_local(x, spec, ()), spec, spec.with_layout(grads))
 
 
 def _kind(args: Any, kwargs: Any, tensors: list[Any]) -> Any:
@@ -267,7 +267,3 @@ class _Regrad(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         given, wanted = ctx.ends
         return reshard_local(grad, GradType(given), GradType(wanted), None), None, None
-
-
-def _type_gradient(x: torch.Tensor, spec: DistSpec, given: DistSpec) -> torch.Tensor:
-    return _Regrad.apply(x, spec, given)

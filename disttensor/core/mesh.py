@@ -298,8 +298,7 @@ class ProcessMesh:
 
     def __repr__(self) -> str:
         if self._root is not None:
-            names = self.dim_names if self.ndim > 1 else self.dim_names[0]
-            return f"{self._root!r}[{str(names).strip('()') if self.ndim > 1 else repr(names)}]"
+            return f"{self._root!r}[{', '.join(map(repr, self.dim_names))}]"
         axes = ", ".join(f"{n}={s}" for n, s in zip(self.dim_names, self.shape, strict=True))
         plain = self.ranks == tuple(range(self.size))
         return f"ProcessMesh({axes}{'' if plain else f', ranks={self.mesh.tolist()}'})"

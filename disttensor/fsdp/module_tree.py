@@ -102,8 +102,7 @@ def _nbytes(p: Tensor) -> int:
     """Returns the bytes on the first rank of the mesh, which holds the most; all ranks know it."""
     if not isinstance(p, DistTensor):
         return p.numel() * p.itemsize
-    _, sizes = p.spec.box_at((0,) * p.spec.mesh.ndim)
-    return torch.Size(sizes).numel() * p.itemsize
+    return p.spec.box_at((0,) * p.spec.mesh.ndim).numel * p.itemsize
 
 
 def segment_specs(nodes: list[ModuleNode]) -> list[SegmentSpec]:

@@ -63,7 +63,7 @@ def close_to(name: Any, names: Iterable[str], most: int = 3) -> list[str]:
     return get_close_matches(str(name), list(names), most, 0.5)
 
 
-def list_names(name: str, names: Collection[str], most: int = 8) -> str:
-    """Lists ``names`` for an error about an unknown ``name``: similar names first."""
-    shown = list(dict.fromkeys([*close_to(name, names), *names]))[:most]
-    return ", ".join(shown) + (", ..." if len(names) > most else "")
+def list_names(name: str, names: Collection[str]) -> str:
+    """Lists ``names`` for an error about an unknown ``name``: similar names first, at most 8."""
+    shown = list(dict.fromkeys([*close_to(name, names), *names]))[:8]
+    return ", ".join(shown) + (", ..." if len(names) > 8 else "")

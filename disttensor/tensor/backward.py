@@ -73,14 +73,6 @@ def run_backward(
     if create_graph or MICRO_BATCH.get() is not None:
         _check_crossing(roots, keeps=create_graph)
     inputs = None if inputs is None else _leaves_of(inputs)
-    run_engine(roots, grads, retain_graph, create_graph, inputs)
-
-
-def run_engine(
-    roots: Any, grads: Any, retain_graph: bool | None, create_graph: bool = False,
-    inputs: Any = None,
-) -> None:  # fmt: skip
-    """Runs torch.autograd.backward. After an error, ``callbacks.after_backward_error`` clean up."""
     _run_engine(torch.autograd.backward, roots, grads, retain_graph, create_graph, None, inputs)
 
 
@@ -92,6 +84,7 @@ def run_given(
 
 
 def _run_engine(engine: Callable[..., Any], roots: Any, *args: Any, **kwargs: Any) -> Any:
+    """Starts autograd by ``engine``; after an error, runs ``callbacks.after_backward_error``."""
     for root in (roots,) if isinstance(roots, Tensor) else roots:
         if isinstance(root, Tensor):
             mark_start(root)

@@ -3,7 +3,6 @@ the others in flat collectives, one for each set of axes and bucket of at most B
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -108,7 +107,7 @@ def _waits_on(spec: DistSpec) -> tuple[Axes, BucketSlot]:
     """Returns the axes over which a gradient of this spec is to be summed, and its slot, which is
     the same on all ranks."""
     axes = tuple(a for a, _ in spec.layout.partial if spec.mesh.shape[a] > 1)
-    return axes, BucketSlot(math.prod(spec.box_at((0,) * spec.mesh.ndim)[1]), spec.is_even())
+    return axes, BucketSlot(spec.box_at((0,) * spec.mesh.ndim).numel, spec.is_even())
 
 
 def _start(members: list[Pending]) -> tuple[list[Tensor], list[Work[Any]]]:

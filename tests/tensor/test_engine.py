@@ -21,7 +21,7 @@ class Fails(torch.autograd.Function):
         raise ArithmeticError("in the backward")
 
 
-@pytest.mark.parametrize("run", [backward.run_engine, backward.run_given])
+@pytest.mark.parametrize("run", [backward.run_backward, backward.run_given])
 def test_who_follows_backwards_hears_of_those_that_fail(run):
     heard = mock.Mock()
     x = torch.ones(3, requires_grad=True)
