@@ -76,7 +76,7 @@ def picture() -> str:
         f'<text x="20" y="{TOP + SIDE / 2}" transform="rotate(-90 20 {TOP + SIDE / 2})" '
         'text-anchor="middle">queries</text>',
         *scores(LEFT, "pieces as they lie", even=False),
-        *scores(LEFT + SIDE + APART, "dealt out: chunks i and 2 n - 1 - i", even=True),
+        *scores(LEFT + SIDE + APART, "redistributed: chunks i and 2 n - 1 - i", even=True),
         "</svg>",
     ]
     return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""When one process of a job fails, all end: one prints why, the others print nothing."""
+"""If one process of a job fails, all end: one prints the reason, and the others print nothing."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ import torch.distributed as dist
 
 from disttensor.errors import CommError
 
-# A rank that lost a peer sees a symptom only: the peer, or torchrun, prints the cause and ends this
-# rank. If it still runs after so many seconds, it prints its own error.
+# A rank that lost a peer has only a symptom: the peer, or torchrun, prints the cause and ends this
+# rank. If this rank still runs after this number of seconds, it prints its own error.
 _PATIENCE = 3.0
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run this process's part of a job. If it fails, the first rank that knows why prints it."""
+    """Runs this process's part of a job. If it fails, the first rank that knows the reason prints
+    it."""
     try:
         main()
         if dist.is_initialized():
@@ -38,7 +39,8 @@ def run(main: Callable[[], None]) -> None:
 
 
 def _end(reason: str, code: int) -> None:
-    """Leave at once: the usual way out would wait for process groups whose members are gone."""
+    """Ends the process immediately: a normal exit would wait for process groups whose members are
+    gone."""
     if reason and _first():
         rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
         print(f"\n{rank}{reason}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""A byte-level GPT in ordinary PyTorch: nothing here knows that there may be several processes."""
+"""A byte-level GPT in ordinary PyTorch, without any code for several processes."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def init_weights(model: GPT) -> None:
 
 @torch.no_grad()
 def generate(model: GPT, prompt: Tensor, count: int, temperature: float = 0.8) -> Tensor:
-    """Continue int64[1, n] by ``count`` sampled tokens. Each sees the n tokens before it."""
+    """Continues int64[1, n] by ``count`` sampled tokens. Each sees the n tokens before it."""
     tokens = prompt
     for _ in range(count):
         logits = model(tokens[:, -prompt.shape[1] :])[:, -1]

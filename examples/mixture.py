@@ -1,6 +1,6 @@
 """A mixture of experts in place of a block's MLP: a router sends each token to two of them.
 
-``dispatch_tokens`` works on plain tensors too: in one process all experts are here.
+``dispatch_tokens`` works on regular tensors too: one process then has all experts.
 """
 
 from __future__ import annotations

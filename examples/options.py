@@ -18,8 +18,8 @@ ATTENTION = ("auto", "gather", "ring", "heads")
 
 
 def parse_args() -> argparse.Namespace:
-    """The options, and the ``strategy`` that they say. Bad ones raise SystemExit, on every rank
-    alike."""
+    """Returns the options, with their ``strategy``. Invalid options raise SystemExit on every
+    rank."""
     parser = argparse.ArgumentParser(
         description="Train a byte-level GPT on one process or, under torchrun, on a mesh of them."
     )
@@ -116,8 +116,8 @@ def parse_args() -> argparse.Namespace:
 
 
 def strategy_of(args: argparse.Namespace) -> dt.Strategy:
-    """Returns the strategy that divides the run among processes. Raises ValueError for options that
-    contradict each other."""
+    """Returns the strategy of the options. Raises ValueError for options that contradict each
+    other."""
     segments: dt.fsdp.SegmentBySize | dt.fsdp.SegmentByAnchors | None = None
     if args.segment_mb is not None:
         segments = dt.fsdp.SegmentBySize(args.segment_mb)

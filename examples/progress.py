@@ -1,4 +1,5 @@
-"""The progress of a training run: a line that moves (in a log file: some lines), and a curve."""
+"""The progress of a training run: a line that is updated (in a log file: some lines), and a
+curve."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ else:
 
 
 class Progress:
-    """``update`` it after every step. It shows nothing where ``quiet``: on all ranks but one.
-    ``done``: steps of an earlier run that this one goes on with."""
+    """Call ``update`` after every step. ``quiet``: shows nothing, for all ranks except one.
+    ``done``: the steps of the earlier run that this run resumes."""
 
     def __init__(
         self, steps: int, tokens_per_step: int, quiet: bool = False, done: int = 0
@@ -31,7 +32,7 @@ class Progress:
         self.times = [time.perf_counter()]
 
     def update(self, loss: float, sent: int) -> None:
-        """One more step is done: it had this loss, and this rank has sent so many bytes."""
+        """Shows a step that has ended, with its loss and the bytes that this rank has sent."""
         self.done += 1
         self.times = [*self.times[-20:], time.perf_counter()]
         last = self.done == self.steps
@@ -55,7 +56,8 @@ class Progress:
 
 
 def save_curve(losses: Sequence[float], path: str) -> str:
-    """Draw the losses into a PNG. Returns what to tell the user: where it is, or why not."""
+    """Draws the losses to a PNG. Returns a message for the user: the path, or the reason why there
+    is none."""
     if not DRAWS:
         return "no loss curve: matplotlib is not installed (pip install 'disttensor[plot]')"
     figure = Figure(figsize=(7, 4), layout="constrained")

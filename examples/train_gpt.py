@@ -8,9 +8,9 @@
     torchrun --nproc-per-node 4 examples/train_gpt.py --sharding 4 --experts 8    # two on each rank
     python -m disttensor.run --nproc 4 examples/train_gpt.py --pp 2 --tp 2    # with shorter errors
 
-The model (gpt.py) and the training loop are ordinary PyTorch. What puts them on processes is a
-``dt.Strategy``, which options.py makes of the command line, PLAN, which says how layers are split
-by tensor parallelism, LAYERS, which are dealt out to the stages, and the few lines with
+The model (gpt.py) and the training loop are ordinary PyTorch. They run on several processes by a
+``dt.Strategy``, which options.py makes from the command line; by PLAN, the split of layers by
+tensor parallelism; by LAYERS, which are divided among the stages; and by the few lines with
 ``strategy.``, ``dt.`` or ``pipeline.`` in them.
 """
 
