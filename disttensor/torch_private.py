@@ -235,6 +235,11 @@ compile_id: Callable[[], Any] = need(
     "to tell a trace from a run", CompileContext, "current_compile_id"
 )
 
+# ``with keep_versions(tensors):`` writes inside do not count as writes for autograd.
+keep_versions: Callable[[tuple[Any, ...]], Any] = need(
+    "for batch norm, whose writes do not count", torch.autograd, "_unsafe_preserve_version_counter"
+)
+
 # Attention that also returns the log-sum-exp of its scores, and its backward; None if torch lacks
 # them.
 _flash = "_scaled_dot_product_flash_attention_for_cpu"

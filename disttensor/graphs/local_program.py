@@ -32,7 +32,7 @@ from disttensor.graphs.traced_comm import (
     way_of,
 )
 from disttensor.settings import snapshot
-from disttensor.torch_private import is_untraceable, mark_parameter
+from disttensor.torch_private import is_untraceable, keep_versions, mark_parameter
 from disttensor.trace.record import Program, in_mode
 from disttensor.trace.tape import Line, LineCall, LineKind, call_text, define, tensors_in, variables
 from reshard import cross_mesh
@@ -46,6 +46,7 @@ _LINE = re.compile(r'"<replay>", line (\d+), in local')
 _NAME = re.compile(r"\b[cf]\d+\b")
 _OWN = re.compile(r"\bp\d+\b")  # a source that is no argument
 _STARTED = re.compile(r"\(\d+, True\)")  # a Way
+_STATISTICS = {torch.batch_norm, torch.nn.functional.batch_norm}  # they write to some arguments
 _functions: Cache[Any, Any] = Cache(256)  # text and values -> (LocalFunction, the values)
 
 
@@ -113,17 +114,38 @@ def compiled(
     about = [_named(c.func) for c in calls], [v in owned for v in given]
     local = _local_function(kind, about, scope, found, backend, options)
 
+    uncounted = [
+        given.index(name)
+        for call in calls
+        if (call.args[1] if call.func is in_mode else call.func) in _STATISTICS
+        for name, meta in call.given.items()
+        if name in given and not meta.requires_grad
+    ]
+
     def first(*tensors: Tensor) -> Any:
         result = local(*tensors)
         breaks.update(local.breaks)
-        scope["local"] = local.run
+        scope["local"] = _uncounting(local.run, uncounted)
         return result
 
     breaks.update(found)
-    scope["local"] = first
+    scope["local"] = _uncounting(first, uncounted)
     run = f"{f'({results}) = ' if needed else ''}local({', '.join(given)})"
     text = _function("program", program.parameters, [*reads, run, *makes], program.result)
     return define("program", text, scope)
+
+
+def _uncounting(run: Function, uncounted: Sequence[int]) -> Function:
+    """Returns ``run``. Autograd does not count its writes to these arguments: eager batch norm
+    writes so to its statistics, and the backward of earlier calls stays possible."""
+    if not uncounted:
+        return run
+
+    def call(*tensors: Tensor) -> Any:
+        with keep_versions(tuple([tensors[i] for i in uncounted])):
+            return run(*tensors)
+
+    return call
 
 
 def _local_function(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -29,9 +29,10 @@ STEPS = 3
 
 
 class Run:
-    """The script, in one plain process or on ranks."""
+    """The script, in one plain process or on ranks; with a ``backend``, under ``dt.compile``: the
+    model of some seeds as a whole, the layers of others."""
 
-    def __init__(self, setup: Setup, on_ranks: bool) -> None:
+    def __init__(self, setup: Setup, on_ranks: bool, backend: str = "") -> None:
         self.setup = setup
         torch.manual_seed(setup.seed)
         self.model: Any = model_of(setup)
@@ -56,6 +57,9 @@ class Run:
         self.scaler: Any = torch.amp.GradScaler("cpu", enabled=setup.amp == "fp16", **scale)
         if on_ranks:
             self.scaler = self.strategy.scaler(**scale)
+        if backend:
+            for part in [self.model] if setup.seed % 3 else self.model:
+                dt.compile(part, backend=backend)
 
     def _place(self) -> None:
         setup = self.setup
@@ -192,13 +196,16 @@ def tolerance(setup: Setup, number: int, name: str, plain: Tensor | None) -> Any
     return {"rtol": rtol, "atol": atol}
 
 
-def run(setups: Sequence[Setup], progress: str = "") -> list[str]:
+def run(
+    setups: Sequence[Setup], progress: str = "",
+    differing: Callable[[Setup], list[str]] = problems,
+) -> list[str]:  # fmt: skip
     """Reports of the set-ups that fail; runs on every rank. ``progress``: see ``tell``."""
     reports = []
     for i, setup in enumerate(setups):
         tell(progress, i)
         told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, problems(setup))
+        dist.all_gather_object(told, differing(setup))
         lines = [f"  rank {r}: {line}" for r, some in enumerate(told) for line in some[:6]]
         if lines:
             reports.append("\n".join([str(setup), *lines, ""]))

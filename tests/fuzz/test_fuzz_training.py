@@ -9,12 +9,13 @@ from dataclasses import replace
 
 import pytest
 
-from tests.fuzz import fuzz_training
+from tests.fuzz import fuzz_compiled_training, fuzz_training
 from tests.fuzz.training_setups import Setup, make
 from tests.support import pool
 from tests.support.part import commit, part
 
 COUNT = {2: 12, 4: 8}  # of a commit, in a world of this size
+COMPILED = 4  # of a commit, on 2 ranks
 # A weight that a layer of another stage reads, in a segment that begins and ends often
 SHARED = [
     # a stage brought a shard of a shared weight, which the other stage sent whole
@@ -77,6 +78,16 @@ def test_set_ups_train_as_one_process(world: int) -> None:
     first = int(commit()[-4:] or "0", 16) * COUNT[world]
     setups = [make(seed, world) for seed in range(first, first + COUNT[world])]
     reports = pool.run_on_ranks(world, fuzz_training.run, setups, timeout=200)[0]
+    assert not reports, "\n" + "\n".join(reports)
+
+
+@pytest.mark.slow
+@pytest.mark.limit(300)
+def test_compiled_set_ups_train_as_eager_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "warning_filters", ["ignore"])  # those of Dynamo
+    first = int(commit()[-4:] or "0", 16) * COMPILED
+    setups = [make(seed, 2) for seed in range(first, first + COMPILED)]
+    reports = pool.run_on_ranks(2, fuzz_compiled_training.checked, setups, timeout=250)[0]
     assert not reports, "\n" + "\n".join(reports)
 
 

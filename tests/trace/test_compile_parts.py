@@ -3,6 +3,7 @@ Sharded state, pipelines, checkpointed regions, and programs that write."""
 
 from __future__ import annotations
 
+import itertools
 import warnings
 
 import pytest
@@ -273,21 +274,22 @@ WRITERS = {
 
 @on_ranks(2)
 def test_programs_that_write():
+    """Two forwards come before a backward: the first one is recorded, the second one compiled."""
     mesh = dt.init_mesh((2,), ("dp",))
-    for kind in WRITERS.values():
+    for kind, at in itertools.product(WRITERS.values(), (S0, R)):
 
         def make(kind=kind):
             return dt.shard_module(kind(), mesh)
 
-        def step(model):
-            x, y = fed(mesh)
+        def step(model, at=at):
+            x, y = (t.redistribute(placements=[at]) for t in fed(mesh))
             shape = (5, 1, 6) if isinstance(model, nn.Sequential) else (5, 6)
-            loss = F.cross_entropy(model(x.view(shape)), y)
+            loss = sum(F.cross_entropy(model(x.view(shape) * i), y) for i in (1, 2))
             loss.backward()
             return loss.item(), [b.full_tensor().tolist() for b in model.buffers()]
 
-        model = same(make, step, "aot_eager")
-        assert model.forward.replays == 3
+        model = same(make, step, "aot_eager", steps=3)
+        assert model.forward.replays == 5
         assert model.forward.why() == model.forward.breaks() == []
 
 

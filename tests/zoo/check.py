@@ -135,15 +135,18 @@ def placed(recipe: Any, axis: str) -> tuple[nn.Module, Batch, int]:
 
 def compiled_on_rank(recipe: Any, axis: str, backend: str) -> tuple[int, list[str], list[str]]:
     """On each of two ranks, under ``dt.compile``: the second and the third call have the bits of
-    the first, which runs eagerly. Returns how many calls were compiled, why others were not, and
-    the breaks. Raises WrongError."""
+    the first, which runs eagerly, and the numbers of plain torch. Returns how many calls were
+    compiled, why others were not, and the breaks. Raises WrongError."""
+    plain, _, expected = in_plain_torch(recipe)
+    dtype = next(p.dtype for p in plain.parameters() if p.is_floating_point())
     model, batch, _ = placed(recipe, axis)
     torch._dynamo.reset()
     forward = dt.compile(model, backend=backend).forward
     first: Any = None
     for _ in range(3):
         model.zero_grad()
-        found = [(f"output {name}", whole(x)) for name, x in tensors(run(model, batch))]
+        output = run(model, batch)
+        found = [(f"output {name}", whole(x)) for name, x in tensors(output)]
         found += [
             (f"gradient of {name}", whole(p.grad))
             for name, p in model.named_parameters()
@@ -153,6 +156,7 @@ def compiled_on_rank(recipe: Any, axis: str, backend: str) -> tuple[int, list[st
         wrong = [name for name, x in found if name not in first or not same_bits(x, first[name])]
         if wrong or len(found) != len(first):
             raise WrongError(f"{len(wrong)} of {len(found)} of {len(first)} differ: {wrong[:3]}")
+    compare(model, output, plain, expected, TOLERANCE[dtype])
     return forward.replays, forward.why(), forward.breaks()
 
 
