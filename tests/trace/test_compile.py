@@ -334,7 +334,7 @@ def test_no_collective_is_dropped_or_merged():
             (x * 2).redistribute(placements=[R])
         return x.cos()
 
-    x = fed_in(mesh, torch.float32)
+    x = fed_in(mesh, torch.float32, 5)
     fast = agree(lambda: function, x, x, x, through=compiled("aot_eager"))
     assert fast.breaks() == []
 
