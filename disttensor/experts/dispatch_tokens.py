@@ -11,6 +11,7 @@ import torch
 from disttensor.autograd.tie import tie_outputs
 from disttensor.checks import check_callable, check_int, check_type
 from disttensor.core.spec import DistSpec
+from disttensor.experts.bounded import run_bounded
 from disttensor.tensor.dist_tensor import DistTensor
 from ops.nn.experts import run_experts
 
@@ -31,8 +32,11 @@ class DispatchedTokens:
     If it is an attribute of a module, ``expert_load`` counts its tokens, after ``combine_tokens``.
     """
 
-    def __init__(self, tokens: Any, indices: Any, num_experts: int) -> None:
+    def __init__(
+        self, tokens: Any, indices: Any, num_experts: int, capacity: int | None = None
+    ) -> None:
         self.tokens, self.indices, self.num_experts = tokens, indices, num_experts
+        self.capacity = capacity
         self.stages: list[Stage] = []
         self.owner: DistSpec | None = None  # of the first parameter: which rank has which expert
 
@@ -95,7 +99,9 @@ class _Experts:
         return tie_outputs([out], wanting)[0]
 
 
-def dispatch_tokens(tokens: Any, indices: Any, num_experts: int) -> DispatchedTokens:
+def dispatch_tokens(
+    tokens: Any, indices: Any, num_experts: int, *, capacity: int | None = None
+) -> DispatchedTokens:
     """Assigns tokens [..., d] to the experts ``indices`` [..., k] (0 to num_experts - 1; other
     numbers select no expert).
 
@@ -104,6 +110,11 @@ def dispatch_tokens(tokens: Any, indices: Any, num_experts: int) -> DispatchedTo
     one call, whose result is as large as the tokens. Over an axis that splits tokens and
     parameters, each token is sent to a rank once for all its experts there, and one row is sent
     back. Raises TypeError and ValueError for invalid arguments.
+
+    With ``capacity``, each expert has exactly so many rows: its first tokens in the order of the
+    whole batch, on any number of ranks, and then zeros; tokens beyond are dropped. No rank reads a
+    size on the host, so a step can be captured and compiled, but more is sent. The result has the
+    layout of the tokens.
 
     >>> x, up = dt.ones(6, 4, mesh=mesh), dt.ones(3, 4, 4, mesh=mesh)
     >>> indices, weights = torch.tensor([[0, 2]] * 6), torch.tensor([[0.5, 0.5]] * 6)
@@ -117,6 +128,8 @@ def dispatch_tokens(tokens: Any, indices: Any, num_experts: int) -> DispatchedTo
     check_type("dispatch_tokens: tokens", tokens, Tensor, "a tensor")
     check_type("dispatch_tokens: indices", indices, Tensor, "a tensor")
     check_int("dispatch_tokens: num_experts", num_experts, 1)
+    if capacity is not None:
+        check_int("dispatch_tokens: capacity", capacity, 1)
     if tokens.ndim < 2 or indices.shape[:-1] != tokens.shape[:-1]:
         raise ValueError(
             f"dispatch_tokens: tokens {list(tokens.shape)} and indices {list(indices.shape)}: "
@@ -126,7 +139,7 @@ def dispatch_tokens(tokens: Any, indices: Any, num_experts: int) -> DispatchedTo
         raise TypeError(f"dispatch_tokens: tokens are {tokens.dtype}, and not of a floating dtype")
     if indices.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
         raise TypeError(f"dispatch_tokens: indices are {indices.dtype}, and not whole numbers")
-    return DispatchedTokens(tokens, indices, num_experts)
+    return DispatchedTokens(tokens, indices, num_experts, capacity)
 
 
 def combine_tokens(dispatched: DispatchedTokens, weights: Any) -> Any:
@@ -153,7 +166,11 @@ def combine_tokens(dispatched: DispatchedTokens, weights: Any) -> Any:
     experts = _Experts(dispatched.stages)
     parameters = [p for stage in dispatched.stages for p in stage.parameters]
     try:
-        out = run_experts(experts, dispatched.num_experts, tokens, indices, weights, *parameters)
+        n, most = dispatched.num_experts, dispatched.capacity
+        if most is None:
+            out = run_experts(experts, n, tokens, indices, weights, *parameters)
+        else:
+            out = run_bounded(experts, n, most, tokens, indices, weights, parameters)
     finally:
         experts.stages = []
     if isinstance(indices, DistTensor):

@@ -112,10 +112,12 @@ def leaves(args: list[Any], mesh: Any = None, layouts: Any = None) -> list[Any]:
     return [t.detach().clone().requires_grad_(t.is_floating_point()) for t in made]
 
 
-def compare(args: list[Any], mesh: Any, layouts: Any, run: Any = mixture) -> dt.debugging.CommLog:
+def compare(
+    args: list[Any], mesh: Any, layouts: Any, run: Any = mixture, in_one: Any = mixture
+) -> dt.debugging.CommLog:
     """Value and all gradients are those of one process."""
     plain, mine = leaves(args), leaves(args, mesh, layouts)
-    want = mixture(*plain)
+    want = in_one(*plain)
     want.square().sum().backward()
     with dt.debugging.record_comms() as log, fallbacks() as gathered:
         got = run(*mine)

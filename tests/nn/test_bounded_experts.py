@@ -1,0 +1,101 @@
+"""Experts with a bound on their tokens: values and gradients are those of one process, for every
+layout, and no size is read on the host."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import disttensor as dt
+from disttensor import Shard
+from tests.nn.test_experts import CHOICES, LAYOUTS, by_hand, compare, inputs, leaves, mlp
+from tests.support.oracle import line, randint
+from tests.support.pool import on_ranks
+from tests.trace.test_compile import pytestmark  # noqa: F401
+
+
+def bounded(x: Any, indices: Any, weights: Any, up: Any, down: Any, capacity: int = 3) -> Any:
+    sent = dt.experts.dispatch_tokens(x, indices, up.shape[0], capacity=capacity)
+    return dt.experts.combine_tokens(sent.apply(mlp, up, down), weights)
+
+
+def first_tokens(indices: torch.Tensor, capacity: int) -> torch.Tensor:
+    """Which choices an expert takes, one after the other."""
+    taken = dict.fromkeys(range(5), 0)
+    kept = torch.zeros_like(indices, dtype=torch.bool)
+    for at in itertools.product(*map(range, indices.shape)):
+        expert = int(indices[at])
+        kept[at] = expert in taken and taken[expert] < capacity
+        taken[expert] = taken.get(expert, 0) + 1
+    return kept
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_an_expert_gets_its_first_tokens(choice: str) -> None:
+    for capacity in (1, 3, 20):
+        args = inputs(CHOICES[choice])
+        x, indices, weights, *parameters = args
+        kept = first_tokens(indices, capacity)
+        want = by_hand(x, indices, weights * kept, *parameters)
+        torch.testing.assert_close(bounded(*args, capacity=capacity), want)
+
+
+def test_an_index_outside_selects_no_expert() -> None:
+    x, indices = torch.ones(3, 2), torch.tensor([[0, -1], [7, 1], [0, 0]], dtype=torch.uint8)
+    sent = dt.experts.dispatch_tokens(x, indices, 2, capacity=2).apply(lambda rows, counts: rows)
+    assert dt.experts.combine_tokens(sent, torch.ones(3, 2))[:, 0].tolist() == [1.0, 1.0, 1.0]
+
+
+def in_layouts(ranks: int) -> None:
+    for shape, layouts in LAYOUTS.values():
+        if torch.Size(shape).numel() == ranks:
+            mesh = dt.init_mesh(shape, ("a", "b")[: len(shape)])
+            for choice, capacity in (("any", 1), ("any", 20), ("a rank has none", 3)):
+                run = partial(bounded, capacity=capacity)
+                compare(inputs(CHOICES[choice]), mesh, layouts, run, run)
+
+
+@pytest.mark.feature("Experts")
+@on_ranks(2)
+def test_on_two_ranks() -> None:
+    in_layouts(2)
+
+
+@on_ranks(4)
+def test_on_four_ranks() -> None:
+    in_layouts(4)
+
+
+@on_ranks(2)
+def test_a_step_can_be_captured_and_compiled() -> None:
+    mesh, args = line(), inputs(randint(0, 5, (8, 2)))
+    x, indices, weights, up, down = leaves(args, mesh, [[Shard(0)]] * 5)
+    optimizer = torch.optim.SGD([up, down], lr=0.1)
+    start = [p.full_tensor() for p in (up, down)]
+
+    def step(x: Any, run: Any = bounded) -> Any:
+        optimizer.zero_grad()
+        loss = run(x, indices, weights, up, down).square().sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    wanted = [step(x.detach()).item() for _ in range(5)]
+    for run in (bounded, dt.compile(bounded, backend="aot_eager")):
+        with torch.no_grad():
+            for p, value in zip((up, down), start, strict=True):
+                p.copy_(dt.shard_tensor(value, mesh, [Shard(0)]))
+        captured = dt.capture(partial(step, run=run)) if run is bounded else partial(step, run=run)
+        assert [captured(x.detach()).item() for _ in range(5)] == wanted
+    assert run.replays == 4 and run.why() == run.breaks() == []
+
+
+def test_the_capacity_is_checked() -> None:
+    with pytest.raises(ValueError, match="capacity"):
+        dt.experts.dispatch_tokens(torch.ones(2, 2), torch.zeros(2, 1).long(), 2, capacity=0)
+    with pytest.raises(TypeError, match="capacity"):
+        dt.experts.dispatch_tokens(torch.ones(2, 2), torch.zeros(2, 1).long(), 2, capacity=1.5)  # type: ignore[arg-type]
