@@ -8,7 +8,7 @@
 
 from disttensor.api.info import info
 from disttensor.api.pieces import pieces
-from disttensor.comm.compare_programs import compare_ranks
+from disttensor.comm.compare_collectives import compare_ranks
 from disttensor.comm.log import CommLog, CommRecord, record_comms
 from disttensor.dispatch.explain import Explanation, explain
 from disttensor.dispatch.strict import strict

@@ -11,7 +11,7 @@ import torch
 
 from disttensor.autograd.grad_types import GradType, reshard_local
 from disttensor.checks import check_bool, check_dense, check_shape
-from disttensor.comm import compare_programs, objects
+from disttensor.comm import compare_collectives, compare_programs, objects
 from disttensor.core.layout import Axes, Layout
 from disttensor.core.mesh import ProcessMesh, as_mesh
 from disttensor.core.placement import Placement
@@ -81,7 +81,7 @@ def from_pieces(
 ) -> DistTensor:
     """Runs ``from_local`` on the ranks of the mesh. The gradient of ``local`` is a pending sum over
     ``axes``."""
-    if shape is None or compare_programs.enabled:
+    if shape is None or compare_collectives.enabled:
         mine = tuple(local.shape), local.dtype
         everyone = objects.gather_objects(mine, mesh.group(tuple(range(mesh.ndim))))
         pieces = [sizes for sizes, _ in everyone]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from disttensor.comm import compare_programs, failure_watch, log, lone_failure
+from disttensor.comm import compare_collectives, failure_watch, log, lone_failure
 from disttensor.comm.groups import Group
 from disttensor.comm.work import Work
 from disttensor.errors import CommError
@@ -43,9 +43,9 @@ def _announce(
     if observers:
         nbytes = round(share * sent.nbytes)
         entry = log.record(kind, group.axes, nbytes, sent.shape, sent.dtype, background)
-    if compare_programs.enabled:
+    if compare_collectives.enabled:
         shape = "pieces" if kind == "all_to_all" else tuple(sent.shape)  # piece sizes may differ
-        compare_programs.compare_collective(group, f"{kind}({op}) of {shape} {sent.dtype}")
+        compare_collectives.compare_collective(group, f"{kind}({op}) of {shape} {sent.dtype}")
     return entry
 
 
@@ -61,7 +61,7 @@ def run(
     finish: Callable[[], T], op: str = "",
 ) -> T:  # fmt: skip
     """Records a collective, runs it to its end, and returns the result of ``finish``."""
-    if observers or compare_programs.enabled:
+    if observers or compare_collectives.enabled:
         _announce(kind, group, sent, share, op, False)
     try:
         work = fn(*args)
@@ -85,7 +85,7 @@ def start(
 ) -> Work[T]:  # fmt: skip
     """Starts a collective, and returns its Work. ``into``: the result of ``finish``, if known."""
     entry = None
-    if observers or compare_programs.enabled:
+    if observers or compare_collectives.enabled:
         entry = _announce(kind, group, sent, share, op, True)
     try:
         work = fn(*args)

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 import torch.distributed as dist
 
-from disttensor.comm import buffers, compare_programs, wire
+from disttensor.comm import buffers, compare_collectives, wire
 from disttensor.comm.collective_call import call_error, call_options, run, start, wait
 from disttensor.comm.groups import Group
 from disttensor.comm.process_group import backend_name
@@ -63,7 +63,7 @@ def all_reduce(
 ) -> Any:
     """Reduces x elementwise with ``op`` over all members: to a new tensor, or ``inplace``."""
     n = len(group.ranks)
-    seen = observers or compare_programs.enabled
+    seen = observers or compare_collectives.enabled
     if op == "sum" and x.dtype in wire.SUMMED and n > 1 and not (inplace or async_op or seen):
         return _sum(x, group)
     x = wire.check_memory("all_reduce", x, op) if inplace else x

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from disttensor.comm import compare_programs, failure_watch, lone_failure
+from disttensor.comm import compare_collectives, failure_watch, lone_failure
 from disttensor.comm.process_group import attempt, wait_until, world
 from disttensor.runtime import current_runtime
 from disttensor.torch_private import group_name, set_timeout, timeout_of
@@ -74,8 +74,10 @@ def new_group(ranks: Sequence[int], axes: Sequence[str], purpose: str = "") -> G
     if len(ranks) == 1:
         return Group(ranks, 0, axes, None, purpose)
     index, members = ranks.index(world()[0]), tuple(sorted(ranks))
-    if compare_programs.enabled and (members, purpose) not in current_runtime().groups:
-        compare_programs.compare_collective(Group(ranks, index, axes, None, purpose), "new_group")
+    if compare_collectives.enabled and (members, purpose) not in current_runtime().groups:
+        compare_collectives.compare_collective(
+            Group(ranks, index, axes, None, purpose), "new_group"
+        )
     return Group(ranks, index, axes, process_group(members, axes, purpose), purpose)
 
 

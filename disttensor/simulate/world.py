@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from disttensor.cache import clear_decisions
-from disttensor.comm import compare_programs
+from disttensor.comm import compare_collectives, compare_programs
 from disttensor.observe import hide_observers
 from disttensor.random import counter
 from disttensor.runtime import current_runtime, set_runtime_aside
@@ -92,20 +92,20 @@ def simulated_rank(
         torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled(),
     )  # fmt: skip
     numbers = torch.get_rng_state(), python_random.getstate(), np.random.get_state()
-    seed, debugging = counter.get_state(), compare_programs.enabled
+    seed, debugging = counter.get_state(), compare_collectives.enabled
     try:
         with (
             hide_observers(), compare_programs.preserve_calls(), set_runtime_aside(),
             _own_registrations(), hide_process_groups()
         ):  # fmt: skip
             os.environ.update(torchrun_variables(rank, size, ranks_per_node))
-            compare_programs.enabled = False  # there are no other ranks to compare with
+            compare_collectives.enabled = False  # there are no other ranks to compare with
             start_fake_world(rank, size)
             current_runtime().stands_for = backend
             with nullcontext() if data else _fake():
                 yield
     finally:
-        compare_programs.enabled = debugging
+        compare_collectives.enabled = debugging
         torch.set_rng_state(numbers[0])
         counter.set_state(*seed)
         python_random.setstate(numbers[1])

@@ -11,7 +11,7 @@ import torch
 from disttensor import callbacks
 from disttensor.cache import cached
 from disttensor.checks import check_sequence
-from disttensor.comm import compare_programs
+from disttensor.comm import compare_collectives
 from disttensor.comm.places import GradMemory
 from disttensor.comm.sums import BucketSlot, start_sums
 from disttensor.comm.work import Work
@@ -122,9 +122,9 @@ def _start(members: list[Pending]) -> tuple[list[Tensor], list[Work[Any]]]:
     if not axes:
         return [t.detach() for t in totals], []
     group = spec.mesh.group(axes)
-    if compare_programs.enabled:  # flat tensors of other gradients may have the same size
+    if compare_collectives.enabled:  # flat tensors of other gradients may have the same size
         names = ", ".join(f"{m.number}: {m.grad.spec!r}" for m in members)
-        compare_programs.compare_collective(group, f"sync_gradients of {names}")
+        compare_collectives.compare_collective(group, f"sync_gradients of {names}")
     # ``m.grad.local`` counts as one reference
     places = [_grad_place(m.param) for m in members]
     slots = [m.slot for m in members]

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from disttensor.cache import Cache
-from disttensor.comm import compare_programs
+from disttensor.comm import compare_collectives
 from disttensor.pytree import Uncacheable, key_of_contents
 from disttensor.settings import snapshot
 from disttensor.tensor.dist_tensor import DistTensor
@@ -143,7 +143,7 @@ class GuardedForward(InstanceForward):
         if program is None or self.is_stale(program):
             return self.first_call(key, ForwardCall(guard, inputs, args, kwargs))
         self.replays += 1
-        if compare_programs.enabled and key not in self._compared:
+        if compare_collectives.enabled and key not in self._compared:
             self._compared.add(key)
             return self.compare(program, ForwardCall(guard, inputs, args, kwargs))
         return self.run(program, inputs)

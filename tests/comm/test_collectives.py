@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from disttensor import errors
-from disttensor.comm import collectives, compare_programs, groups, objects
+from disttensor.comm import collectives, compare_collectives, groups, objects
 from disttensor.comm.log import record_comms
 from disttensor.core.mesh import ProcessMesh
 from disttensor.errors import CommError
@@ -288,7 +288,7 @@ def test_what_is_recorded_of_background_collectives():
     assert [(r.kind, r.axis, r.bytes) for r in log] == [(r.kind, r.axis, r.bytes) for r in want]
     assert [r.bytes for r in log] == [192, 384, 96]
     assert all("test_collectives.py:" in r.where for r in log)
-    with compare_programs.compare_ranks(seconds=10):
+    with compare_collectives.compare_ranks(seconds=10):
         collectives.all_reduce(x, "sum", group, inplace=True, async_op=True).wait()
         with pytest.raises(errors.MismatchError, match=r"rank 1: all_reduce\(max\)"):
             collectives.all_reduce(
@@ -343,20 +343,20 @@ def test_what_cannot_be_sent_as_it_is_is_refused():
 @on_ranks(2)
 def test_debug_lets_equal_calls_pass():
     group = group_of(range(2), "checked")
-    with compare_programs.compare_ranks(seconds=10):
-        assert compare_programs.enabled
+    with compare_collectives.compare_ranks(seconds=10):
+        assert compare_collectives.enabled
         for _ in range(3):
             assert collectives.all_reduce(torch.ones(2), "sum", group).tolist() == [2, 2]
         got = collectives.all_to_all([torch.ones(group.index + 1)] * 2, [1, 2], group)
         assert [len(t) for t in got] == [1, 2]
-    assert not compare_programs.enabled
+    assert not compare_collectives.enabled
 
 
 @on_ranks(2)
 def test_debug_leaves_no_keys_behind():
     """A long run must not fill the memory of the rank that keeps the store."""
     group, store = group_of(range(2), "counted"), default_store()
-    with compare_programs.compare_ranks(seconds=10):
+    with compare_collectives.compare_ranks(seconds=10):
         for _ in range(3):
             collectives.all_reduce(torch.ones(2), "sum", group)
         dist.barrier()
@@ -372,7 +372,10 @@ def test_debug_leaves_no_keys_behind():
 def disagree(what):
     group = group_of(range(2), f"disagree-{what}")
     x, rank = torch.ones(4), group.index
-    with compare_programs.compare_ranks(seconds=2), pytest.raises(errors.MismatchError) as caught:
+    with (
+        compare_collectives.compare_ranks(seconds=2),
+        pytest.raises(errors.MismatchError) as caught,
+    ):
         if what == "kind":
             collectives.all_reduce(x, "sum", group) if rank else collectives.all_gather(x, group)
         elif what == "shape":
