@@ -217,9 +217,10 @@ TABLE = {
         dt.local_map(torch.sin) dt.local_map(torch.sin,out_placements=3)
         dt.local_map(torch.sin,in_placements=3,out_placements=(S0,R))
         dt.local_map(torch.sin,out_placements=(S0,R),in_grad_placements=3)""",
-    "(tokens|indices|weights)=.*a tensor|(num_experts|capacity)=.*from 1 up|dispatched=.*dispatch_tokens": """
+    "(tokens|indices|weights)=.*a tensor|(num_experts|capacity)=.*from 1 up|dispatched=": """
         dt.experts.dispatch_tokens(3,t,2) dt.experts.dispatch_tokens(t,None,2)
-        dt.experts.dispatch_tokens(t,t.long(),0) dt.experts.dispatch_tokens(t,t.long(),2,capacity=0)
+        dt.experts.dispatch_tokens(t,t.long(),0)
+        dt.experts.dispatch_tokens(t,t.long(),2,capacity=0)
         dt.experts.dispatch_tokens(t,t.long(),"2") dt.experts.combine_tokens(t,t)
         dt.experts.combine_tokens(dt.experts.dispatch_tokens(t,t.long(),2),3)""",
     "plans.experts: (mesh_axis[:=].*|no module of this)": """

@@ -51,10 +51,10 @@ def _move_up(start: Node) -> None:
 def _move_down(graph: Graph, wait: Node) -> None:
     places = {node: i for i, node in enumerate(graph.nodes)}
     chain = [wait, *_views(wait)]
-    ends = [n for n in graph.nodes if _writes(n) and places[n] > places[wait]]
-    first = min([*chain[-1].users, *ends], key=places.__getitem__, default=wait)
-    for node in chain if first not in chain else ():
-        first.prepend(node)
+    if chain[-1].users:
+        first = min(chain[-1].users, key=places.__getitem__)
+        for node in chain:
+            first.prepend(node)
 
 
 def _writes(node: Node) -> bool:

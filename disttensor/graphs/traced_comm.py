@@ -11,6 +11,7 @@ calls whose results a rank with an empty piece does not need, and the other rank
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 
 from disttensor.autograd.grad_types import GradTransition
 from disttensor.comm import collectives
-from disttensor.core.spec import DistSpec
+from disttensor.comm.work import Work
 from disttensor.torch_private import keep_calls, storage_id
 from reshard.planner import background
 
@@ -67,12 +68,14 @@ def number_of(value: Any, key: Any = None) -> int:
 
 
 def way_of(transition: GradTransition) -> Way:
-    starts = transition.run is not None and background(*_specs(transition)) is not None
-    return number_of(transition), starts
+    return number_of(transition), _beginning(transition) is not None
 
 
-def _specs(transition: GradTransition) -> tuple[DistSpec, DistSpec]:
-    return transition.src.spec, transition.dst.spec
+def _beginning(transition: GradTransition) -> Callable[[Tensor], Work[Tensor]] | None:
+    """Returns what starts a transition, or None. It sends a copy, because a graph may reuse the
+    memory of a tensor that it does not read again, as where only other ranks need the result."""
+    ends = transition.src.spec, transition.dst.spec
+    return None if transition.run is None else background(*ends, copies=True)
 
 
 def _reshard(x: Tensor, number: int) -> Tensor:
@@ -91,7 +94,7 @@ def _fake_reshard(x: Tensor, number: int) -> Tensor:
 
 def _start(x: Tensor, number: int) -> Tensor:
     """Returns a tensor whose storage holds the work."""
-    begin, work = background(*_specs(_objects[number])), small_tensor()
+    begin, work = _beginning(_objects[number]), small_tensor()
     assert begin is not None
     work.untyped_storage().work = begin(x)  # type: ignore[attr-defined]
     return work
@@ -102,7 +105,7 @@ def _fake_start(x: Tensor, number: int) -> Tensor:
 
 
 def _wait(work: Tensor, x: Tensor, number: int) -> Tensor:
-    """``x``: what was sent; a compiler keeps its memory until here."""
+    """``x``: what was sent; of its dtype and device is the result."""
     return _of_its_own(work.untyped_storage().work.wait(), x)  # type: ignore[attr-defined]
 
 
