@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 
 import pytest
 
-from tests.opinfo import opinfo, opinfo_check
+from tests.opinfo import opinfo, opinfo_check, opinfo_compile
 from tests.support import pool
 from tests.support.part import part
 
 PARTS = 8  # a commit runs one of eight on two ranks, one of sixteen on four
+COMPILED = 12  # functions of a commit under dt.compile
 PIECES = 2  # tests that this part comes in, so that they run side by side
 ROOT = pool.ROOT
 
@@ -25,6 +27,17 @@ def test_functions_of_this_commits_part_match_plain_torch(world, piece):
     results = opinfo.measure(jobs, most=3, world=world)
     failed = [r for r in results if r.failures and r.name not in opinfo.KNOWN]
     assert not failed, "\n" + opinfo.table(failed, verbose=False)
+
+
+@pytest.mark.limit(300)
+def test_functions_of_this_commits_part_have_the_same_bits_compiled(monkeypatch):
+    monkeypatch.setattr(pool, "warning_filters", ["ignore"])  # those of Dynamo
+    jobs = sorted(opinfo.jobs_of(opinfo.OPS, ["float32"]))
+    names = [name for name, _ in part(jobs, COMPILED, salt="compiled")]
+    for start in range(0, len(names), 20):
+        run = functools.partial(opinfo_compile.on_rank, names[start : start + 20], "aot_eager", 1)
+        for reports, _, cases in pool.run_on_ranks(2, run, timeout=250):
+            assert cases and not reports, "\n" + "\n".join(reports)
 
 
 def test_known_failures_are_failures():

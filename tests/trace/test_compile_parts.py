@@ -376,3 +376,26 @@ def test_tokens_of_experts_are_not_recorded():
         for _ in range(3):
             assert fast(x, chosen).full_tensor().equal(wanted)
         assert fast.replays == 0 and fast.why()
+
+
+class Routed(nn.Module):
+    """A block, and rows that are sent to experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = Block(0.3), nn.Linear(6, 3)
+
+    def forward(self, x):
+        x = self.block(x)
+        chosen = x.detach()[:, :3].topk(2).indices
+        sent = dt.experts.dispatch_tokens(x, chosen, 3).apply(lambda rows, counts: rows.sin())
+        return self.head(dt.experts.combine_tokens(sent, x[:, :2].softmax(-1)))
+
+
+@on_ranks(2)
+def test_the_blocks_beside_experts_are_compiled():
+    mesh = dt.init_mesh((2,), ("dp",))
+    make = lambda: dt.shard_module(Routed(), mesh)  # noqa: E731
+    model = same(make, step_on(mesh), "aot_eager")
+    assert model.block.forward.replays == 2 and model.forward.replays == 0
+    assert "sends tokens to experts" in model.forward.why()[0]
