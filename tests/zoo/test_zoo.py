@@ -16,7 +16,11 @@ from tests.zoo.zoo import LIMIT, SEARCH_LIMIT, Ranks, measure
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "zoo.md"
 COUNT = 6
-COMPILED = ["gpt2", "llama", "mistral", "bert", "vit"]
+COMPILED = [
+    "gpt2", "llama", "mistral", "bert", "vit", "qwen2", "qwen3", "gemma", "gemma2", "phi", "opt",
+    "gpt_neox", "gptj", "falcon", "t5", "bart", "roberta", "distilbert", "albert", "electra",
+    "deberta-v2", "clip", "whisper", "deit", "mpt", "gpt_bigcode", "olmo",
+]  # fmt: skip
 installed = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
 )
@@ -48,18 +52,19 @@ def test_networks_of_this_commit(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.limit(300)
 def test_a_network_of_this_commit_compiles_without_a_break(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "warning_filters", ["ignore"])
-    (name,) = part(COMPILED, 1) if not EVERYTHING else COMPILED[:1]
+    every = [(name, axis) for name in COMPILED for axis in ("tp", "dp")]
+    ((name, axis),) = part(every, 1) if not EVERYTHING else every[:1]
     one, two = Ranks(1), Ranks(2)
     try:
         ((kind, recipe),) = one.call(SEARCH_LIMIT, recipes.search, name)
         assert kind == "ok", recipe
         recipe = pickle.loads(recipe)
-        answers = two.call(LIMIT, check.compiled_on_rank, recipe, "tp", "aot_eager")
+        answers = two.call(LIMIT, check.compiled_on_rank, recipe, axis, "aot_eager")
     finally:
         one.stop()
         two.stop()
     ends = [pickle.loads(x) if kind == "ok" else x for kind, x in answers]
-    assert ends == [(2, [], [])] * 2, f"{name}: {ends}"
+    assert ends == [(2, [], [])] * 2, f"{name} {axis}: {ends}"
 
 
 def entry(name: str, **ends: str) -> table.Entry:
