@@ -38,7 +38,7 @@ LINES = {
     "random": 840,
     "reshard": 1_612,
     "root": 2_241,
-    "simulate": 5_199,
+    "simulate": 5_195,
     "tensor": 2_795,
     "trace": 2_413,
 }  # fmt: skip

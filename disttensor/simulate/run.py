@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from disttensor.checks import (
@@ -145,10 +146,8 @@ class _Runner:
     def __call__(self, rank: int) -> tuple[RankRun, Differences]:
         if self.few:
             run, found = self.run(rank, True)
-            try:
+            with suppress(ValueError, LookupError):  # else this stage has to run all of them
                 return fill(run), found
-            except (ValueError, LookupError):
-                pass  # this stage has to run all of them
         run, found = self.run(rank, False)
         if self.few is None:
             self.few = can_repeat(run)

@@ -42,16 +42,13 @@ def timelines(kinds: Kinds, world: int, device: Device, network: Network) -> lis
 
 
 @dataclass
-class _Rank:
+class _Rank(Party):
     """One kind, and how far it is. ``pending``: the transfers that a Wait may name."""
 
-    rank: int
-    ranks: int
     events: Sequence[Event]
     at: int = 0
     host: float = 0.0
     device: float = 0.0
-    row: RankRow = field(default_factory=RankRow)
     pending: dict[Name, PendingTransfer] = field(default_factory=dict)
 
     @property
@@ -69,8 +66,7 @@ class _Simulation:
         self.ranks = [_Rank(rank, len(ranks), events) for ranks, rank, events in kinds]
         self.clock = Clock(device.sharing, world)
         kind_of = {r: k for k, (ranks, _, _) in enumerate(kinds) for r in ranks}
-        parties = [Party(one.rank, one.ranks, one.row) for one in self.ranks]
-        self.transfers = Transfers(parties, kind_of, network, self.clock, self._resume)
+        self.transfers = Transfers(self.ranks, kind_of, network, self.clock, self._resume)
 
     def run(self) -> list[RankRow]:
         for k, one in enumerate(self.ranks):

@@ -109,12 +109,13 @@ class Clock:
         return out
 
 
-class Party(NamedTuple):
+@dataclass
+class Party:
     """A kind of rank: the rank that was recorded, the number of its ranks, its time line."""
 
     rank: int
     ranks: int
-    row: RankRow
+    row: RankRow = field(default_factory=RankRow, kw_only=True)
 
 
 class PendingTransfer(NamedTuple):
