@@ -227,7 +227,7 @@ def mark_parameter(x: torch.Tensor) -> None:
 
 def is_untraceable(error: Exception) -> bool:
     """Returns True for the error of Dynamo at a call that it cannot trace into one graph."""
-    return isinstance(error, torch._dynamo.exc.Unsupported)
+    return isinstance(error, torch._dynamo.exc.Unsupported | torch._dynamo.exc.UserError)
 
 
 # The number of the compilation by torch.compile that runs; None outside.

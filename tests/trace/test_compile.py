@@ -322,6 +322,9 @@ def test_a_call_that_dynamo_does_not_trace_ends_a_graph_and_is_named():
 
     fast = agree(lambda: function, x, x, x, through=compiled("aot_eager"))
     assert fast.breaks() == ["tests.trace.test_compile.Doubled"]
+    loss = lambda x: F.gaussian_nll_loss(x.sin(), x.detach(), x.detach().exp())  # noqa: E731
+    fast = agree(lambda: loss, x, x, x, through=compiled("aot_eager"))
+    assert [name.rpartition(".")[2] for name in fast.breaks()] == ["gaussian_nll_loss"]
 
 
 @on_ranks(2)
