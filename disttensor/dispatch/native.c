@@ -508,7 +508,7 @@ set_results(State *state, NativePlan *p)
     return p->results != NULL;
 }
 
-/* Takes in what a call off the mesh returns: an infer.Out for each result. */
+/* Takes in what a call off the mesh returns: a TensorResult (see infer.py) for each result. */
 static int
 set_template(State *state, NativePlan *p, PyObject *template)
 {
@@ -862,7 +862,7 @@ has_no_uses(State *state, PyObject *x)
     return none;
 }
 
-/* After a write to x: as written of disttensor.dispatch.writes. -1: an error. */
+/* After a write to x: as mark_written of disttensor.dispatch.writes. -1: an error. */
 static int
 written(State *state, PyObject *x)
 {
