@@ -134,7 +134,8 @@ DOCUMENT = """\
 # Performance
 
 This page measures the overhead of the runtime per call, in Python and C++, with arithmetic as small
-as possible and without a network. It does not measure throughput.
+as possible and without a network. It does not measure throughput. Each list below a table gives
+the date, the machine and the command.
 
 {table}
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import types
 from collections.abc import Callable, Sequence
-from itertools import compress
 from typing import Any
 
 import torch
@@ -52,17 +51,16 @@ _functions: Cache[Any, Any] = Cache(256)  # text and values -> (LocalFunction, t
 
 class LocalFunction:
     """A function of locals and its compiled form. ``names``: what each of its lines calls.
-    ``owned``: which of its tensors are parameters and buffers.
 
     run: the compiled function. breaks: the calls at which its graphs end. is_one_graph: None until
     the first call finds out whether Dynamo can trace all lines.
     """
 
     def __init__(
-        self, local: Function, names: Sequence[str], owned: Sequence[bool],
-        breaks: dict[str, None], backend: Any, options: dict[str, Any],
+        self, local: Function, names: Sequence[str], breaks: dict[str, None], backend: Any,
+        options: dict[str, Any],
     ) -> None:  # fmt: skip
-        self.names, self.owned, self.breaks = names, owned, breaks
+        self.names, self.breaks = names, breaks
         options = {"backend": backend, "dynamic": False, **options}
         self.graph = torch.compile(local, **{"fullgraph": True, **options})
         self.run = torch.compile(local, **options)
@@ -70,8 +68,6 @@ class LocalFunction:
 
     def __call__(self, *tensors: Tensor) -> Any:
         if self.is_one_graph is None:
-            for tensor in compress(tensors, self.owned):
-                mark_parameter(tensor)
             try:
                 result = self.graph(*tensors)
             except RuntimeError as error:
@@ -111,8 +107,7 @@ def compiled(
     if backend == "inductor" and _STARTED.search(text):
         options = with_late_waits(options)
     owned = {v for text in reads if _OWN.search(text) for v in tensors_in(text)}
-    about = [_named(c.func) for c in calls], [v in owned for v in given]
-    local = _local_function(kind, about, scope, found, backend, options)
+    local = _local_function(kind, [_named(c.func) for c in calls], scope, found, backend, options)
 
     uncounted = [
         given.index(name)
@@ -123,6 +118,9 @@ def compiled(
     ]
 
     def first(*tensors: Tensor) -> Any:
+        for name, tensor in zip(given, tensors, strict=True):
+            if name in owned:
+                mark_parameter(tensor)
         result = local(*tensors)
         breaks.update(local.breaks)
         scope["local"] = _uncounting(local.run, uncounted)
@@ -149,7 +147,7 @@ def _uncounting(run: Function, uncounted: Sequence[int]) -> Function:
 
 
 def _local_function(
-    kind: tuple[str, Any, Any], about: tuple[list[str], list[bool]], scope: dict[str, Any],
+    kind: tuple[str, Any, Any], calls: Sequence[str], scope: dict[str, Any],
     breaks: dict[str, None], backend: Any, options: dict[str, Any],
 ) -> LocalFunction:  # fmt: skip
     """Returns the function that a text defines, the same one for the same text, metadata of its
@@ -162,7 +160,7 @@ def _local_function(
         inside = dict(zip(names, values, strict=True))
         inside |= {"set_grad_enabled": torch.set_grad_enabled, "traced_call": traced_call}
         local = define("local", text, inside)
-        found = LocalFunction(local, *about, breaks, backend, options)
+        found = LocalFunction(local, calls, breaks, backend, options)
         _functions[key] = found, values  # an id stands for a value only as long as that lives
     found, _ = _functions[key]
     return found
