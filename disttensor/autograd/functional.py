@@ -21,7 +21,6 @@ from disttensor.comm import collectives
 from disttensor.comm.groups import Group
 
 Tensor = torch.Tensor
-Group = Group
 
 
 def psum(x: Tensor, group: Group | None) -> Tensor:
