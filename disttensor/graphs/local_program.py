@@ -104,8 +104,6 @@ def compiled(
     metas = {name: meta for call in calls for name, meta in call.given.items() if name in given}
     device = next((m.device.type for m in metas.values()), "cpu")
     kind = text, tuple(metas.items()), snapshot(device)
-    if backend == "inductor" and _STARTED.search(text):
-        options = with_late_waits(options)
     owned = {v for text in reads if _OWN.search(text) for v in tensors_in(text)}
     local = _local_function(kind, [_named(c.func) for c in calls], scope, found, backend, options)
 
@@ -160,6 +158,8 @@ def _local_function(
         inside = dict(zip(names, values, strict=True))
         inside |= {"set_grad_enabled": torch.set_grad_enabled, "traced_call": traced_call}
         local = define("local", text, inside)
+        if backend == "inductor" and _STARTED.search(text):
+            options = with_late_waits(options)
         found = LocalFunction(local, calls, breaks, backend, options)
         _functions[key] = found, values  # an id stands for a value only as long as that lives
     found, _ = _functions[key]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import disttensor as dt
 from disttensor import Replicate, Shard
+from disttensor.graphs import local_program
+from disttensor.graphs.local_program import LocalFunction
 from tests.support.pool import on_ranks, run_on_ranks
 from tests.trace.test_compile import pytestmark  # noqa: F401
 
@@ -332,6 +335,19 @@ def test_equal_blocks_are_compiled_once():
         model(fed(mesh)[0]).sum().backward()
     assert runs(model) == [2, 2, 2, 2]
     assert len(graphs) == 2  # the input of the first block has no gradient
+
+
+@pytest.mark.filterwarnings("ignore")  # inductor warns of torch's own code
+@on_ranks(2)
+def test_programs_with_late_waits_share_a_function():
+    mesh = dt.init_mesh((2,), ("dp",))
+    x = dt.shard_tensor(torch.ones(300, 300), mesh, [S0])
+    with mock.patch.object(local_program, "LocalFunction", wraps=LocalFunction) as made:
+        for _ in range(2):
+            fast = dt.compile(lambda x: x.redistribute(placements=[R]) * 3)
+            fast(x)  # records, and compiles nothing yet
+    assert made.call_count == 1
+    assert "post_grad_custom_post_pass" in made.call_args.args[-1]["options"]
 
 
 @on_ranks(2)
