@@ -59,13 +59,13 @@ def _move_down(graph: Graph, wait: Node) -> None:
 
 def _writes(node: Node) -> bool:
     """Returns True for a call that writes to an argument, as at the end of a graph."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return getattr(getattr(node.target, "_schema", None), "is_mutable", False)
 
 
 def _views(node: Node) -> Iterator[Node]:
     """Yields the calls after ``node`` that only make a view, as long as each has one reader."""
     while len(node.users) == 1:
         (node,) = node.users
-        if not (isinstance(node.target, torch._ops.OpOverload) and node.target.is_view):
+        if not getattr(node.target, "is_view", False):
             return
         yield node
