@@ -24,7 +24,7 @@ LINES = {
     "dispatch": 2_520,
     "experts": 664,
     "fsdp": 3_262,
-    "graphs": 1_369,
+    "graphs": 1_382,
     "integrations": 796,
     "launching": 758,
     "meta": 425,

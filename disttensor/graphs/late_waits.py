@@ -27,10 +27,26 @@ def wait_late(graph: Graph) -> None:
     """Moves each ``start_reshard`` before all that it does not need, and each ``wait_reshard`` down
     to the first call that reads its result."""
     ops = torch.ops.disttensor
+    waits = [_unordered(n) for n in graph.nodes if ops.wait_reshard.default in n.args]
     for node in [n for n in graph.nodes if ops.start_reshard.default in n.args]:
         _move_up(node)
-    for node in reversed([n for n in graph.nodes if n.target is ops.wait_reshard.default]):
+    for node in reversed(waits):
         _move_down(graph, node)
+
+
+def _unordered(wait: Node) -> Node:
+    """Replaces an operator with effects by its call, which has no place in their order. Until here
+    the effects have kept it in the forward: a second wait would find its memory in use."""
+    token, operator, *given = wait.args
+    call = wait.graph.create_node("call_function", operator, tuple(given))  # type: ignore[arg-type]
+    wait.append(call)
+    for item in list(wait.users):
+        is_result = item.args[1] == 1
+        call.meta.update(item.meta if is_result else {})
+        item.replace_all_uses_with(call if is_result else token)  # type: ignore[arg-type]
+        wait.graph.erase_node(item)
+    wait.graph.erase_node(wait)
+    return call
 
 
 def _move_up(start: Node) -> None:

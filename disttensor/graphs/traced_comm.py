@@ -50,8 +50,7 @@ def register(operators: tuple[Any, ...]) -> torch.library.Library:
         name = schema.partition("(")[0]
         library.impl(name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"disttensor::{name}", fake, lib=library)
-        if name != "wait_reshard":
-            keep_calls(library, f"disttensor::{name}")
+        keep_calls(library, f"disttensor::{name}")
     return library
 
 
