@@ -59,7 +59,6 @@ def in_layouts(ranks: int) -> None:
                 compare(inputs(CHOICES[choice]), mesh, layouts, run, run)
 
 
-@pytest.mark.feature("Experts")
 @on_ranks(2)
 def test_on_two_ranks() -> None:
     in_layouts(2)
