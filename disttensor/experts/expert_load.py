@@ -90,7 +90,7 @@ def _mixtures(
     """Returns (name, last dispatched tokens, mesh), the same on all ranks."""
     for name, module in model.named_modules():
         forward = module.__dict__.get("forward")
-        forward = getattr(forward, "experts", forward)  # of a module that is recomputed
+        forward = getattr(forward, "inner", None) or forward  # of a module that is recomputed
         if isinstance(forward, ExpertsForward):
             first = next(module.parameters())
             mesh = first.spec.mesh if isinstance(first, DistTensor) else None
