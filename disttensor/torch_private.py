@@ -206,7 +206,7 @@ def compiling() -> Iterator[None]:
 
 def inductor_pass(run: Callable[[torch.fx.Graph], None], file: str) -> dict[str, Any]:
     """Returns the option of inductor that runs ``run`` on each graph at last. ``file``: its source;
-    graphs on the disk are those of an equal file."""
+    a graph that was kept on the disk is used again only if this file has not changed."""
     module = importlib.import_module("torch._inductor.custom_graph_pass")  # takes a second
     methods = {
         "__call__": lambda self, graph: run(graph),

@@ -135,8 +135,8 @@ class _Filling:
         self.places.setdefault(part.label, []).append(label)
 
         def names(name: Name) -> list[Name]:
-            """Returns the names here of a storage or work. After its pipeline run it stands for
-            those of all micro-batches."""
+            """Returns the names here of a storage or work. After its pipeline run a name stands for
+            the storages or works of all micro-batches."""
             if isinstance(name, int):
                 return [name]
             (number, made), nth = name
