@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import disttensor as dt
-from disttensor import Shard
+from disttensor import Partial, Replicate, Shard
 from tests.nn.test_experts import CHOICES, LAYOUTS, by_hand, compare, inputs, leaves, mlp
 from tests.support.oracle import line, randint
 from tests.support.pool import on_ranks
@@ -67,6 +67,27 @@ def test_on_two_ranks() -> None:
 @on_ranks(4)
 def test_on_four_ranks() -> None:
     in_layouts(4)
+
+
+@on_ranks(2)
+def test_no_tokens_other_layouts_and_half_precision() -> None:
+    mesh, layouts = line(), [[Shard(0)], [Replicate()], [Shard(1)], [Partial()]]
+    cases = itertools.product((0, 1, 5), layouts, (False, True), (torch.float32, torch.bfloat16))
+    for rows, at, autocast, dtype in cases:
+        if at == [Partial()] and dtype == torch.bfloat16:
+            continue  # the summands are rounded before the call
+        args = inputs(randint(0, 5, (rows, 2)))
+        args = [t.to(dtype) if t.is_floating_point() else t for t in args]
+        of_choices = at if at == [Shard(0)] else [Replicate()]
+        mine = leaves(args, mesh, [at, of_choices, of_choices, [Shard(0)], [Shard(0)]])
+        found = []
+        for given in (leaves(args), mine):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                out = bounded(*given)
+            out.float().square().sum().backward()
+            tensors = [out.detach(), given[0].grad, given[3].grad]
+            found.append([t.full_tensor() if given is mine else t for t in tensors])
+        torch.testing.assert_close(found[1], found[0], rtol=0.05, atol=0.05)
 
 
 @on_ranks(2)
