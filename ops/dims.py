@@ -11,7 +11,7 @@ from disttensor.pytree import collect
 from ops.factors import Arg, Dims, Factors, Letter
 from ops.registry import Function, functions_named
 
-# The arguments in which a function is linear (``Factors.terms``), by number of the tensor
+# The arguments in which a function is linear (``Factors.linear_terms``), by number of the tensor
 FIRST = (frozenset({0}),)
 SECOND = (frozenset({1}),)
 SUM = (*FIRST, *SECOND)  # in both arguments together

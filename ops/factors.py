@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import sys
+import warnings
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any
 
 from disttensor.core.layout import Axes, Layout, layout_of
@@ -18,6 +21,7 @@ from disttensor.core.placement import Placement
 
 Letter = Hashable
 Dims = tuple[Any, ...]
+Terms = tuple[Set[int], ...]
 
 
 class Arg:
@@ -75,6 +79,21 @@ class Arg:
 
 LocalMaker = Callable[[Any], Callable[..., Any]]
 
+# Fields of Factors by the names that they had in 0.1
+_OLD_NAMES = {"terms": "linear_terms", "whole": "unsplittable", "even": "divisible_only"}
+
+
+def new_name(name: str) -> str:
+    """Returns the present name of a field of Factors. An old name gives a warning."""
+    if name not in _OLD_NAMES:
+        return name
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("ops."):
+        level, frame = level + 1, frame.f_back
+    text = f"Factors.{name} is now {_OLD_NAMES[name]}; removed in 0.3"
+    warnings.warn(text, DeprecationWarning, stacklevel=level)
+    return _OLD_NAMES[name]
+
 
 @dataclass(slots=True)
 class Factors:
@@ -86,13 +105,14 @@ class Factors:
         reduced: letters that only inputs have -> the pending reduction of the result if they are
             split ("sum", "max", ...), or "inner": the local function reduces inside and its result
             is replicated
-        whole: letters that must not be split; so is every letter that is neither in all outputs nor
-            reduced
-        even: letters that may be split only without remainder (of dims that split or merge)
-        terms: the call is a sum of products: for each term the arguments in which it is linear. The
-            result may be P(sum) if every term is P(sum): by one P operand, by a split reduced
-            letter, or by joining (the first rank adds it). (): linear in no argument, Partial
-            inputs are reduced first.
+        unsplittable: letters that must not be split; so is every letter that is neither in all
+            outputs nor reduced
+        divisible_only: letters that may be split only without remainder (of dims that split or
+            merge)
+        linear_terms: the call is a sum of products: for each term the arguments in which it is
+            linear. The result may be P(sum) if every term is P(sum): by one P operand, by a split
+            reduced letter, or by joining (the first rank adds it). (): linear in no argument,
+            Partial inputs are reduced first.
         moves: the call only moves elements: a Partial of any reduction passes through
         shapes: global shapes of the outputs, if letters do not determine them
         local: called once per plan: ``local(call)`` returns the function that runs on locals
@@ -120,25 +140,25 @@ class Factors:
     outputs: tuple[Dims, ...]
     sizes: dict[Letter, int] = field(default_factory=dict)
     reduced: Mapping[Letter, str] = field(default_factory=dict)
-    whole: frozenset[Letter] = frozenset()
-    even: frozenset[Letter] = frozenset()
-    terms: tuple[frozenset[int], ...] = ()
+    unsplittable: Set[Letter] = frozenset()
+    divisible_only: Set[Letter] = frozenset()
+    linear_terms: Terms = ()
     moves: bool = False
     shapes: tuple[tuple[int, ...], ...] | None = None
     local: LocalMaker | None = None
-    independent: frozenset[Letter] = frozenset()
+    independent: Set[Letter] = frozenset()
     view: bool = False
     rematerialize: bool = False
-    metadata_only: frozenset[int] = frozenset()
+    metadata_only: Set[int] = frozenset()
     targets: tuple[int, ...] = (0,)
-    side_writes: frozenset[int] = frozenset()
+    side_writes: Set[int] = frozenset()
     per_item: tuple[tuple[Factors, tuple[int, ...]], ...] = ()
     halo: Mapping[Letter, Callable[[int], float]] = field(default_factory=dict)
     co_split: Mapping[Letter, Axes] = field(default_factory=dict)
 
     def replace(self, **changes: Any) -> Factors:
         """Returns a copy with some fields changed."""
-        return dataclasses.replace(self, **changes)
+        return dataclasses.replace(self, **{new_name(k): v for k, v in changes.items()})
 
     def output_shapes(self) -> tuple[tuple[int, ...], ...]:
         return self.shapes if self.shapes is not None else self.shapes_for(self.sizes)
@@ -152,6 +172,25 @@ class Factors:
         return tuple([
             tuple([1 if dim is None else size(dim) for dim in dims]) for dims in self.outputs
         ])  # fmt: skip
+
+
+def _accept_old_names() -> None:
+    """Makes Factors accept old names of fields, as keywords and as attributes."""
+    init = Factors.__init__
+
+    def __init__(self: Factors, *args: Any, **fields: Any) -> None:
+        if not _OLD_NAMES.keys().isdisjoint(fields):
+            fields = {new_name(name): value for name, value in fields.items()}
+        init(self, *args, **fields)
+
+    Factors.__init__ = wraps(init)(__init__)  # type: ignore[method-assign]
+    for old in _OLD_NAMES:
+        read = lambda f, old=old: getattr(f, new_name(old))  # noqa: E731
+        write = lambda f, value, old=old: setattr(f, new_name(old), value)  # noqa: E731
+        setattr(Factors, old, property(read, write))
+
+
+_accept_old_names()
 
 
 def pointwise_factors(args: Sequence[Arg], results: int = 1, **options: Any) -> Factors:

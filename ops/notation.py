@@ -45,7 +45,7 @@ def notation(f: Factors) -> str:
     ]  # fmt: skip
     lines = (
         ("whole", names.keys() - usable - {None}),
-        ("even", f.even & usable),
+        ("even", f.divisible_only & usable),
         ("halo", f.halo.keys() & usable),
     )
     for word, some in lines:

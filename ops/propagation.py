@@ -151,7 +151,7 @@ def _even(f: Factors, choice: Sequence[Any], mesh_shape: Axes) -> bool:
     """Returns True if each letter in ``even`` is split without remainder or not at all."""
     parts: dict[Letter, int] = {}
     for n, picked in zip(mesh_shape, choice, strict=True):
-        if picked in f.even:
+        if picked in f.divisible_only:
             parts[picked] = parts.get(picked, 1) * n
     return all(f.sizes[letter] % n == 0 for letter, n in parts.items())
 
@@ -201,7 +201,7 @@ def splittable(f: Factors) -> set[Letter]:
             if d in seen:
                 minor.add(d)  # a diagonal
             seen.add(d)
-    return present - f.whole - minor - {None}
+    return present - f.unsplittable - minor - {None}
 
 
 def _forced(
@@ -209,7 +209,8 @@ def _forced(
 ) -> tuple[bool, Any]:
     for axis, op in target.partial:
         if axis == a:
-            fits = (bool(f.terms) and op in ("sum", "avg")) or (f.moves and len(f.inputs) == 1)
+            linear = bool(f.linear_terms) and op in ("sum", "avg")
+            fits = linear or (f.moves and len(f.inputs) == 1)
             return fits, Flow(op, frozenset())
     d = target.dim_of(a)
     if d is None:
@@ -224,7 +225,7 @@ def _options(
     """Returns the choices of an axis on which some inputs are split or pending; on a tie, the
     earlier one wins."""
     letters = {letter for _, letter in shards}
-    if not pending and len(letters) == 1 and letters <= usable - f.halo.keys() - f.even:
+    if not pending and len(letters) == 1 and letters <= usable - f.halo.keys() - f.divisible_only:
         return list(letters)
     sized = sorted(shards, key=lambda shard: -args[shard[0]].nbytes)
     found = list(dict.fromkeys(letter for _, letter in sized if letter in usable))
@@ -250,8 +251,9 @@ def _flows(f: Factors, args: Sequence[Arg], pending: list[tuple[int, str]]) -> I
     tensors = sorted({t for t, _ in pending}, key=lambda t: (-args[t].nbytes, t))
     if f.moves and len(tensors) == len(f.inputs):
         yield Flow(op, frozenset(tensors))
-    elif f.terms and op in ("sum", "avg"):
-        for keep in itertools.product(*([t for t in tensors if t in term] for term in f.terms)):
+    elif f.linear_terms and op in ("sum", "avg"):
+        operands = ([t for t in tensors if t in term] for term in f.linear_terms)
+        for keep in itertools.product(*operands):
             yield Flow(op, frozenset(keep))
 
 
@@ -276,7 +278,7 @@ def _decide(
             for i, dims in enumerate(f.outputs):
                 if picked not in dims:
                     partial_out[i].append((a, op))
-            for term in f.terms:
+            for term in f.linear_terms:
                 if not any(picked in majors[t] for t in term):
                     partial_in[min(term)].append((a, op))  # joins: the first rank adds it
 
@@ -308,7 +310,7 @@ def _joined(f: Factors, pending: list[tuple[int, str]], op: str) -> list[int]:
     """Returns the operand of each term that stays Partial in an in-place call on a Partial target;
     operands that are not Partial join."""
     has = {t for t, o in pending if o == op}
-    return [next((t for t in sorted(term) if t in has), min(term)) for term in f.terms] or [0]
+    return [min(term & has, default=min(term)) for term in f.linear_terms] or [0]
 
 
 def _splits(
@@ -346,9 +348,9 @@ def _splits(
 def of_any_size(f: Factors, decision: Decision, shapes: Sequence[Axes]) -> bool:
     """Returns True if the decision is valid for other sizes of the letters: it did not compare
     bytes, and all dims of a letter have one size. For rules with ``sizes="letters"``."""
-    if decision.compared or f.per_item or f.even or f.halo or f.co_split or f.shapes is not None:
+    if decision.compared or f.per_item or f.divisible_only or f.halo or f.co_split:
         return False
-    if sizes_of(f, shapes) != f.sizes:
+    if f.shapes is not None or sizes_of(f, shapes) != f.sizes:
         return False
     for dims, shape in zip(f.inputs, shapes, strict=True):
         for letter, n in zip(dims, shape, strict=True):

@@ -11,7 +11,7 @@ import torch
 
 from disttensor.cache import clear_decisions
 from disttensor.core.layout import Layout
-from ops.factors import Arg, Factors, LocalMaker, letters
+from ops.factors import Arg, Factors, LocalMaker, letters, new_name
 
 Function = Callable[..., Any]
 Setting = Callable[[], Any]
@@ -106,7 +106,7 @@ def rule(
 ) -> Any:
     """Registers a rule. Two forms:
 
-    ``rule(torch.mm, "m k, k n -> m n", reduced={"k": "sum"}, terms=({0, 1},))``   letters suffice
+    ``rule(torch.mm, "m k, k n -> m n", reduced={"k": "sum"}, linear_terms=({0, 1},))``
     ``@rule(torch.softmax)`` over a function with torch's signature that gets an ``Arg`` for each
     tensor and returns Factors: for everything that depends on dims, sizes or constants. ``doc``, or
     the first line of its docstring, describes the rule in docs/operators.md.
@@ -116,7 +116,9 @@ def rule(
     """
     if funcs and isinstance(funcs[-1], str):
         *functions, pattern = funcs
-        options["terms"] = tuple(frozenset(t) for t in options.get("terms", ()))
+        options = {new_name(name): value for name, value in options.items()}
+        terms = options.get("linear_terms", ())
+        options["linear_terms"] = tuple(frozenset(t) for t in terms)
 
         def factors(*args: Any, **kwargs: Any) -> Factors:
             tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Arg)]

@@ -29,7 +29,7 @@ LINES = {
     "launching": 758,
     "meta": 425,
     "nn": 762,
-    "ops": 8_741,
+    "ops": 8_780,
     "optim": 462,
     "parallel": 842,
     "patches": 1_312,

@@ -21,7 +21,7 @@ mesh = dt.init_mesh((1, 1), ("dp", "tp"))
 
 OP = """
 import ops
-ops.rule(torch.embedding, "v d, ... -> ... d", whole=frozenset("v"))
+ops.rule(torch.embedding, "v d, ... -> ... d", unsplittable={"v"})
 table = dt.ones(7, 3, mesh=mesh)
 rows = dt.zeros(4, mesh=mesh, placements=[Shard(0), Replicate()], dtype=torch.int64)
 with dt.debugging.strict():

@@ -126,6 +126,20 @@ def test_the_module_simulate_can_still_be_called():
         dt.simulate(3, 8)
 
 
+def test_the_old_names_of_fields_of_factors_warn_where_they_stand():
+    old = {"terms": "linear_terms", "whole": "unsplittable", "even": "divisible_only"}
+    for name, new in old.items():
+        value = ({0},) if name == "terms" else {"a"}
+        with pytest.warns(DeprecationWarning, match=f"Factors.{name} is now {new}") as w:
+            made = ops.letters("a -> a", ops.Arg((4,)), **{name: value})
+            assert getattr(made, name) is getattr(made, new) is value
+            setattr(made, name, ())
+            assert getattr(made, new) == ()
+            assert getattr(made.replace(**{name: value}), new) is value
+            ops.rule(lambda x: x, "a -> a", **{name: value})
+        assert [one.filename for one in w] == [__file__] * 5
+
+
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'disttensor' has no attribute 'shard_tensr'"):
         dt.shard_tensr  # noqa: B018

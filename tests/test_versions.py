@@ -38,9 +38,10 @@ def test_the_newest_release_of_the_changelog_is_this_version() -> None:
 def test_a_deprecation_names_the_release_that_ends_it() -> None:
     """It fails in that release, until what it warns of is removed."""
     this = versions.number(disttensor.__version__)
-    texts = {file: file.read_text() for file in (ROOT / "disttensor").rglob("*.py")}
+    files = [*(ROOT / "disttensor").rglob("*.py"), *(ROOT / "ops").rglob("*.py")]
+    texts = {file: file.read_text() for file in files}
     warning = {file: text for file, text in texts.items() if "DeprecationWarning," in text}
-    assert len(warning) >= 3
+    assert len(warning) >= 4
     for file, text in warning.items():
         ends = re.findall(r"(?:removed|refused) in (\d+\.\d+)", text)
         assert ends, f"{file}: the warning does not say which release ends it"

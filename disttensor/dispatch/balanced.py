@@ -68,7 +68,7 @@ def _kept(
     merged = {
         x for dims in (*f.inputs, *f.outputs) for d in dims if isinstance(d, tuple) for x in d
     }
-    bound = merged | f.even | f.halo.keys()
+    bound = merged | f.divisible_only | f.halo.keys()
     for dims, shape in zip(f.outputs, f.output_shapes(), strict=True):
         bound |= {x for x, n in zip(dims, shape, strict=True) if f.sizes.get(x, n) != n}
     for letter, axes in decision.split.items():

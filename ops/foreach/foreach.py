@@ -13,10 +13,8 @@ from typing import Any
 import torch
 
 from ops.dims import FIRST, SECOND, SUM
-from ops.factors import Arg, Factors, pointwise_factors
+from ops.factors import Arg, Factors, Terms, pointwise_factors
 from ops.registry import rule
-
-Terms = tuple[frozenset[int], ...]
 
 # name -> the terms of one element's call with n tensors; other functions are not linear
 LINEAR: dict[str, Callable[[int], Terms]] = {
@@ -24,11 +22,11 @@ LINEAR: dict[str, Callable[[int], Terms]] = {
     "clone": lambda n: FIRST,
     "zero": lambda n: FIRST,
     "div": lambda n: FIRST if n == 1 else (),
-    "mul": lambda n: (frozenset(range(n)),),
+    "mul": lambda n: (set(range(n)),),
     "add": lambda n: SUM if n == 2 else (),
     "sub": lambda n: SUM if n == 2 else (),
     "lerp": lambda n: SUM,
-    "addcmul": lambda n: (*FIRST, frozenset({1, 2})),
+    "addcmul": lambda n: (*FIRST, {1, 2}),
     "copy": lambda n: SECOND,
 }
 NOT_POINTWISE = frozenset({"norm", "powsum", "max", "mm"})
@@ -103,8 +101,9 @@ def foreach(name: str, inplace: bool) -> Callable[..., Factors]:
                 linear = ()
             if name == "copy" and members[0].dtype != members[1].dtype:
                 linear = ()
-            written = frozenset({0} if name == "copy" else ())
-            return pointwise_factors(members, terms=linear, moves=copies, metadata_only=written)
+            written = set({0} if name == "copy" else ())
+            options = {"linear_terms": linear, "moves": copies, "metadata_only": written}
+            return pointwise_factors(members, **options)
 
         return grouped(lists, shared, one, (0,) if inplace else ())
 

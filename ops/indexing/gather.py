@@ -91,7 +91,7 @@ def index_select(input: Arg, dim: int, index: Arg) -> Factors:
     reduced: dict[Letter, str] = {at: "sum"} if summable(input) else {}
     return Factors(
         (dims, (which,) * index.ndim), ((*dims[:at], which, *dims[at + 1 :]),), sizes, reduced,
-        terms=FIRST, local=local,
+        linear_terms=FIRST, local=local,
     )  # fmt: skip
 
 
@@ -138,10 +138,10 @@ def _gathered(input: Arg, dim: int, index: Arg, broadcast: bool) -> Factors:
 
         return run
 
-    short = frozenset(x for x in theirs if isinstance(x, str) and x != "index")
+    short = {x for x in theirs if isinstance(x, str) and x != "index"}
     reduced: dict[Letter, str] = {at: "sum"} if summable(input) else {}
     return Factors(
-        (tuple(mine), tuple(theirs)), (tuple(out),), sizes, reduced, short, terms=FIRST,
+        (tuple(mine), tuple(theirs)), (tuple(out),), sizes, reduced, short, linear_terms=FIRST,
         shapes=(tuple(shape),), local=local,
     )  # fmt: skip
 
@@ -166,6 +166,5 @@ def take_along_dim(input: Arg, indices: Arg, dim: Any = None) -> Factors:
 def take(input: Arg, index: Arg) -> Factors:
     """the input is whole, the index's dims pass through"""
     ins = tuple(f"input{d}" for d in range(input.ndim))
-    return Factors(
-        (ins, letters_of(index)), (letters_of(index),), dict(enumerate(index.shape)), terms=FIRST
-    )
+    sizes: dict[Letter, int] = dict(enumerate(index.shape))
+    return Factors((ins, letters_of(index)), (letters_of(index),), sizes, linear_terms=FIRST)

@@ -164,7 +164,7 @@ def getitem(input: Arg, index: Any) -> Factors:
     plain = not got.tensors
     return Factors(
         (letters_of(input), *_letters_of_indices(got)), (out,), sizes, {},
-        frozenset(got.whole), terms=FIRST, moves=plain, view=got.index is None, shapes=(shape,),
+        set(got.whole), linear_terms=FIRST, moves=plain, view=got.index is None, shapes=(shape,),
     )  # fmt: skip
 
 
@@ -206,7 +206,7 @@ def assigned(input: Arg, index: Any, value: Any, **options: Any) -> Factors:
     sizes = _sizes(input, got)
     if isinstance(value, Arg):
         inputs.append(_value_letters(value, got.out))
-    return Factors(tuple(inputs), (dims,), sizes, {}, frozenset(got.whole), **options)
+    return Factors(tuple(inputs), (dims,), sizes, {}, set(got.whole), **options)
 
 
 def setitem(input: Arg, index: Any, value: Any) -> Factors:
@@ -225,5 +225,5 @@ register(
 def index_put(input: Arg, indices: Sequence[Any], values: Arg, accumulate: bool = False) -> Factors:
     """indexed dims are whole; the values follow"""
     index = tuple(slice(None) if i is None else i for i in indices)
-    terms = (frozenset({0}), frozenset({values.index})) if accumulate else ()
-    return assigned(input, index, values, terms=terms)
+    terms = ({0}, {values.index}) if accumulate else ()
+    return assigned(input, index, values, linear_terms=terms)

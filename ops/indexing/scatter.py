@@ -16,12 +16,11 @@ import torch
 from ops.batching import shaped
 from ops.dims import SUM, front, fronts, letters_of, named, tensors_in, without
 from ops.dtypes import HALVES
-from ops.factors import Arg, Factors, Letter, pointwise_factors
+from ops.factors import Arg, Factors, Letter, Terms, pointwise_factors
 from ops.infer import NoRule
 from ops.registry import rule
 
 ADDS = ("sum", "add")
-Terms = tuple[frozenset[int], ...]
 
 
 def along(target: Arg, dim: int, others: list[Arg], terms: Terms, adds: bool = False) -> Factors:
@@ -35,11 +34,12 @@ def along(target: Arg, dim: int, others: list[Arg], terms: Terms, adds: bool = F
     rows = {t.shape[at] for t in others}
     row = "row" if adds and terms and len(rows) == 1 else None
     own = tuple(row if d == at else None if d in whole else d for d in dims)
-    f = Factors((dims, *(own for _ in others)), (dims,), dict(enumerate(target.shape)), terms=terms)
-    f.whole = frozenset(whole)
+    sizes: dict[Letter, int] = dict(enumerate(target.shape))
+    reduced: dict[Letter, str] = {}
     if row:
-        f.sizes[row], f.reduced = rows.pop(), {row: "sum"}
-    return f
+        sizes[row], reduced[row] = rows.pop(), "sum"
+    inputs = (dims, *(own for _ in others))
+    return Factors(inputs, (dims,), sizes, reduced, whole, linear_terms=terms)
 
 
 def together(*tensors: Any) -> Terms:
@@ -47,7 +47,7 @@ def together(*tensors: Any) -> Terms:
     tensor of bools, is among them."""
     if not all(isinstance(t, Arg) and t.dtype is not torch.bool for t in tensors):
         return ()
-    return tuple(frozenset({t.index}) for t in tensors)
+    return tuple({t.index} for t in tensors)
 
 
 @rule(torch.scatter)
@@ -89,14 +89,14 @@ def along_index(
     at = front(dim, input.ndim)
     f = along(input, dim, [], terms)
     ins: list[tuple[Letter, ...]] = [letters_of(input), (None,) * index.ndim]
-    whole = set(f.whole)
+    whole = set(f.unsplittable)
     if solid:
         # torch raises the error for a source without the other dims of the target
         whole |= {d for d in range(input.ndim) if source.shape[d] != input.shape[d]}
         ins.append(tuple(None if d == at or d in whole else d for d in range(input.ndim)))
     elif isinstance(source, Arg):
         ins.append(())
-    f = f.replace(inputs=tuple(ins), whole=frozenset(whole))
+    f = f.replace(inputs=tuple(ins), unsplittable=set(whole))
     if adds and terms and solid and index.ndim == 1 and source.shape[at] == index.shape[0]:
         f.sizes["row"], f.reduced = index.shape[0], {"row": "sum"}
         source_dims = tuple("row" if d == at else x for d, x in enumerate(ins[2]))
@@ -139,8 +139,8 @@ def select_scatter(input: Arg, src: Arg, dim: int, index: int) -> Factors:
     dims = letters_of(input)
     rest = (*dims[:at], *dims[at + 1 :])
     return Factors(
-        (dims, rest), (dims,), dict(enumerate(input.shape)), whole=frozenset({at}), moves=True,
-        terms=together(input, src),
+        (dims, rest), (dims,), dict(enumerate(input.shape)), unsplittable={at}, moves=True,
+        linear_terms=together(input, src),
     )  # fmt: skip
 
 
@@ -168,5 +168,5 @@ def diagonal_scatter(
     rest = (*(d for d in dims if d is not None), None)
     return shaped(
         torch.diagonal_scatter, (input, src, offset, dim1, dim2), {}, [dims, rest], dims,
-        terms=SUM,
+        linear_terms=SUM,
     )  # fmt: skip

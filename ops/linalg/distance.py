@@ -27,9 +27,7 @@ def renorm(input: Arg, p: Any, dim: int, maxnorm: Any) -> Factors:
 @rule(torch.cdist, exact=True)
 def cdist(x1: Arg, x2: Arg, p: Any = 2.0, compute_mode: Any = None) -> Factors:
     """... m k, ... n k -> ... m n; k is whole"""
-    return letters(
-        "... m k, ... n k -> ... m n", x1, x2, whole=frozenset("k"), local=zeros_if_empty
-    )
+    return letters("... m k, ... n k -> ... m n", x1, x2, unsplittable={"k"}, local=zeros_if_empty)
 
 
 @rule(F.pairwise_distance, exact=True)
@@ -42,7 +40,7 @@ def pairwise_distance(
         raise NoRule("the distance of numbers")
     last = f.outputs[0][-1]
     out = (*f.outputs[0][:-1], None) if keepdim else f.outputs[0][:-1]
-    return f.replace(outputs=(out,), whole=frozenset({last}))
+    return f.replace(outputs=(out,), unsplittable={last})
 
 
 @rule(torch.cosine_similarity)

@@ -24,7 +24,7 @@ def einsum(equation: str, *operands: Arg | Sequence[Arg]) -> Factors:
         right = "..." * ("..." in left) + "".join(c for c in sorted(names) if names.count(c) == 1)
     pattern = f"{', '.join(map(_spaced, left.split(',')))} -> {_spaced(right)}"
     try:
-        f = letters(pattern, *tensors, terms=(frozenset(range(len(tensors))),), local=_local)
+        f = letters(pattern, *tensors, linear_terms=(set(range(len(tensors))),), local=_local)
     except ValueError as error:
         raise RuntimeError(f"einsum {equation!r}: {error}") from None
     for dims, t in zip(f.inputs, tensors, strict=True):

@@ -29,7 +29,7 @@ def _transform(func: Function, default: Any) -> None:
         if dim is None:
             dim = tuple(range(-len(given), 0)) if given is not None else tuple(range(input.ndim))
         dims = without(input, fronts(dim, input.ndim))
-        return shaped(func, (input, given, dim, norm), {}, [dims], dims, terms=FIRST)
+        return shaped(func, (input, given, dim, norm), {}, [dims], dims, linear_terms=FIRST)
 
 
 for _names, _default in (
@@ -45,7 +45,7 @@ for _names, _default in (
 def shift(input: Arg, dim: Any = None) -> Factors:
     """movement; the dims that are shifted stay whole"""
     gone = fronts(range(input.ndim) if dim is None else dim, input.ndim)
-    return moved(input, letters_of(input), whole=frozenset(gone))
+    return moved(input, letters_of(input), unsplittable=set(gone))
 
 
 @rule(torch.stft, exact=True)
@@ -57,5 +57,6 @@ def stft(input: Arg, *args: Any, **words: Any) -> Factors:
     ins = (("n", None), *((None,) for _ in tensors_in(*words.values())))
     out = ("n", *(None,) * (len(shape) - 1))
     return Factors(
-        ins, (out,), {"n": input.shape[0]}, terms=FIRST, shapes=(shape,), local=zeros_if_empty
-    )
+        ins, (out,), {"n": input.shape[0]}, linear_terms=FIRST, shapes=(shape,),
+        local=zeros_if_empty,
+    )  # fmt: skip

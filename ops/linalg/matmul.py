@@ -31,7 +31,7 @@ def fit(name: str, a: Arg, i: int, b: Arg, j: int) -> None:
 
 def _carried_out(f: Factors, local: LocalMaker) -> Factors:
     """Returns ``f`` with a local function, which computes each element as torch's own does."""
-    return f.replace(local=local, independent=frozenset(f.sizes))
+    return f.replace(local=local, independent=set(f.sizes))
 
 
 def _product(name: str, input: Arg, other: Arg) -> Factors:
@@ -52,7 +52,7 @@ def _product(name: str, input: Arg, other: Arg) -> Factors:
         )
         if there
     )
-    return letters(f"{left}, {right} -> {out}", input, other, reduced=SUM_K, terms=PRODUCT)
+    return letters(f"{left}, {right} -> {out}", input, other, reduced=SUM_K, linear_terms=PRODUCT)
 
 
 @rule(torch.matmul, torch.linalg.matmul, torch.Tensor.__matmul__, sizes="letters")
@@ -85,7 +85,7 @@ def _fixed(*funcs: Any, pattern: str, check: tuple[int, int] | None = None) -> N
             fit(name, input, check[0], other, check[1])
         if name == "bmm":
             fit(name, input, 0, other, 0)
-        f = letters(pattern, input, other, reduced=SUM_K, terms=PRODUCT)
+        f = letters(pattern, input, other, reduced=SUM_K, linear_terms=PRODUCT)
         return _carried_out(f, overlapped_linear.matmul) if name == "mm" else f
 
 
@@ -138,7 +138,7 @@ def _sum_and_product(
                 )
         return f.replace(
             inputs=(f.inputs[2], f.inputs[0], f.inputs[1]),
-            terms=(*FIRST, frozenset({1, 2})),
+            linear_terms=(*FIRST, {1, 2}),
         )
 
 
@@ -156,11 +156,11 @@ def linear(input: Arg, weight: Arg, bias: Any = None) -> Factors:
     out = "... n" if weight.ndim == 2 else "..."
     w = "n k" if weight.ndim == 2 else "k"
     if bias is None:
-        f = letters(f"... k, {w} -> {out}", input, weight, reduced=SUM_K, terms=PRODUCT)
+        f = letters(f"... k, {w} -> {out}", input, weight, reduced=SUM_K, linear_terms=PRODUCT)
         return _carried_out(f, overlapped_linear.linear)
     if bias.ndim > 1 or bias.numel() != (weight.shape[0] if weight.ndim == 2 and bias.ndim else 1):
         raise NoRule("linear with a bias that is no vector of the outputs")
     b = "n" if bias.ndim else ""
-    terms = (*PRODUCT, frozenset({2}))
-    f = letters(f"... k, {w}, {b} -> {out}", input, weight, bias, reduced=SUM_K, terms=terms)
+    terms = (*PRODUCT, {2})
+    f = letters(f"... k, {w}, {b} -> {out}", input, weight, bias, reduced=SUM_K, linear_terms=terms)
     return _carried_out(f, overlapped_linear.linear)

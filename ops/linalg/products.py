@@ -19,8 +19,8 @@ from ops.registry import rule
 @rule(torch.linalg.cross, exact=True)
 def linalg_cross(input: Arg, other: Arg, *, dim: int = -1) -> Factors:
     """linear in each; the dim of three is whole, the others broadcast"""
-    f = pointwise_factors([input, other], terms=PRODUCT)
-    return f.replace(whole=frozenset({front(dim, len(f.outputs[0]))}))
+    f = pointwise_factors([input, other], linear_terms=PRODUCT)
+    return f.replace(unsplittable={front(dim, len(f.outputs[0]))})
 
 
 @rule(*named("cross"), exact=True)
@@ -44,9 +44,9 @@ def grouped_mm(
     if (input.ndim, mat2.ndim) != (2, 3) or offs is None or words.get("bias", bias) is not None:
         raise NoRule("grouped_mm other than of rows with a matrix for each group")
     fit("grouped_mm", input, -1, mat2, 1)
-    whole = frozenset("mg")
-    f = letters("m k, g k n, g -> m n", input, mat2, offs, reduced=SUM_K, whole=whole)
-    return f.replace(terms=PRODUCT, local=_aligned)
+    whole = set("mg")
+    f = letters("m k, g k n, g -> m n", input, mat2, offs, reduced=SUM_K, unsplittable=whole)
+    return f.replace(linear_terms=PRODUCT, local=_aligned)
 
 
 def _aligned(call: Any) -> Any:
@@ -95,7 +95,7 @@ def multi_dot(tensors: Sequence[Arg], **words: Any) -> Factors:
                 raise NoRule("matrices that do not fit")
     out = (*ins[0][:-1], *ins[-1][1:])
     reduced: dict[Letter, str] = dict.fromkeys(names[1:-1], "sum")
-    return Factors(tuple(ins), (out,), sizes, reduced, terms=(frozenset(range(len(tensors))),))
+    return Factors(tuple(ins), (out,), sizes, reduced, linear_terms=(set(range(len(tensors))),))
 
 
 @rule(*named("kron"), exact=True)
@@ -111,8 +111,7 @@ def kron(input: Arg, other: Arg) -> Factors:
         tuple(f"a{a + i}" for i in range(input.ndim)),
         tuple(f"b{b + i}" for i in range(other.ndim)),
     )
-    even = frozenset(ins[0])
-    return Factors(ins, (out,), sizes, whole=frozenset(ins[1]), even=even, terms=PRODUCT)
+    return Factors(ins, (out,), sizes, {}, set(ins[1]), set(ins[0]), PRODUCT)
 
 
 @rule(torch.inner)
@@ -122,12 +121,12 @@ def inner(input: Arg, other: Arg) -> Factors:
         dims = tuple(range(max(input.ndim, other.ndim)))
         scalar = (dims[: input.ndim], dims[: other.ndim])
         sizes: dict[Any, int] = dict(enumerate(input.shape or other.shape))
-        return Factors(scalar, (dims,), sizes, terms=PRODUCT)
+        return Factors(scalar, (dims,), sizes, linear_terms=PRODUCT)
     fit("inner", input, -1, other, -1)
     left = " ".join(f"m{i}" for i in range(input.ndim - 1))
     right = " ".join(f"n{i}" for i in range(other.ndim - 1))
     pattern = f"{left} k, {right} k -> {left} {right}"
-    return letters(pattern, input, other, reduced=SUM_K, terms=PRODUCT)
+    return letters(pattern, input, other, reduced=SUM_K, linear_terms=PRODUCT)
 
 
 @rule(torch.linalg.vecdot)
@@ -135,7 +134,7 @@ def vecdot(input: Arg, other: Arg, *, dim: int = -1, out: None = None) -> Factor
     """the sum of products over one dim of two tensors that broadcast"""
     if input.ndim != other.ndim or input.shape != other.shape:
         raise NoRule("vecdot of shapes that broadcast")
-    f = reduction(input, dim, False, "sum", terms=PRODUCT)
+    f = reduction(input, dim, False, "sum", linear_terms=PRODUCT)
     return f.replace(inputs=f.inputs * 2)
 
 
@@ -145,14 +144,12 @@ def bilinear(input1: Arg, input2: Arg, weight: Arg, bias: Any = None) -> Factors
     fit("bilinear", input1, -1, weight, 1)
     fit("bilinear", input2, -1, weight, 2)
     options: dict[str, Any] = {"reduced": {"i": "sum", "j": "sum"}, "local": bias_if_empty}
-    product = frozenset({0, 1, 2})
+    product = {0, 1, 2}
     if bias is None:
         pattern = "... i, ... j, o i j -> ... o"
-        return letters(pattern, input1, input2, weight, terms=(product,), **options)
+        return letters(pattern, input1, input2, weight, linear_terms=(product,), **options)
     pattern = "... i, ... j, o i j, o -> ... o"
-    return letters(
-        pattern, input1, input2, weight, bias, terms=(product, frozenset({3})), **options
-    )
+    return letters(pattern, input1, input2, weight, bias, linear_terms=(product, {3}), **options)
 
 
 @rule(torch.tensordot)
@@ -178,6 +175,5 @@ def tensordot(a: Arg, b: Arg, dims: Any = 2, out: None = None) -> Factors:
         x for i, x in enumerate(names_b) if i not in right
     ]
     reduced: dict[Letter, str] = {f"k{n}": "sum" for n in range(len(left))}
-    return Factors(
-        (tuple(names_a), tuple(names_b)), (tuple(kept),), sizes, reduced=reduced, terms=PRODUCT
-    )
+    ins = tuple(names_a), tuple(names_b)
+    return Factors(ins, (tuple(kept),), sizes, reduced, linear_terms=PRODUCT)

@@ -41,14 +41,14 @@ def scaled_dot_product_attention(
     sizes: dict[Any, int] = {}
     for name, arg in (("v", value), ("k", key), ("q", query)):
         sizes.update(zip(named[name], arg.shape, strict=True))
-    even: frozenset[Any] = frozenset()
+    even: set[Any] = set()
     if grouped:  # head i of the queries uses head i // r of the keys
         heads, shared = query.shape[-3], key.shape[-3]
         if shared != value.shape[-3] or heads % shared:
             raise NoRule("scaled_dot_product_attention with odd groups of heads")
         sizes.update({lead[-1]: shared, "r": heads // shared})
         named["q"] = (*lead[:-1], (lead[-1], "r"), "l", "e")
-        even = frozenset({lead[-1]})
+        even = {lead[-1]}
     for name, arg in (("k", key), ("v", value)):
         for letter, size in zip(named[name], arg.shape, strict=True):
             if sizes[letter] != size:
@@ -72,11 +72,11 @@ def scaled_dot_product_attention(
         tuple(inputs),
         (out,),
         sizes,
-        whole=frozenset({"s", "e"}),
-        even=even,
-        terms=(frozenset({2}),),
+        unsplittable={"s", "e"},
+        divisible_only=even,
+        linear_terms=({2},),
         local=partial(split_attention, policy, whole, dropout_p, is_causal) if alike else whole,
-        independent=frozenset("l" if alike and policy in ("auto", "ring") else ""),
+        independent=set("l" if alike and policy in ("auto", "ring") else ""),
     )
 
 

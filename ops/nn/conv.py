@@ -74,15 +74,14 @@ def _factors(
     ):  # fmt: skip
         sizes.update(zip(names, values, strict=False))
     inputs: list[tuple[Any, ...]] = [(*lead, into, *slide), weights]
-    terms = [*PRODUCT]
     if isinstance(bias, Arg):
         inputs.append((outof,))
-        terms.append(frozenset({2}))
     shape = (*input.shape[: len(lead)], o * groups, *out)
     return Factors(
-        tuple(inputs), ((*lead, outof, *made),), sizes, terms=tuple(terms), local=local,
-        reduced={"c": "sum"} if groups == 1 else {}, even=frozenset({"g"}),
-        whole=frozenset((*slide, *taps) if transposed else taps), shapes=(shape,),
+        tuple(inputs), ((*lead, outof, *made),), sizes, local=local,
+        linear_terms=(*PRODUCT, {2}) if isinstance(bias, Arg) else PRODUCT,
+        reduced={"c": "sum"} if groups == 1 else {}, divisible_only={"g"},
+        unsplittable=set((*slide, *taps) if transposed else taps), shapes=(shape,),
         halo={letter: _cost(input, w) for letter, w in zip(slide, windows, strict=False)},
     )  # fmt: skip
 

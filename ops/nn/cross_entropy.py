@@ -73,7 +73,7 @@ def _factors(input: Arg, target: Arg, weight: Any, words: dict[str, Any], logits
         return _local(call.func, options)
 
     return Factors(
-        tuple(ins), (out,), sizes, reduced, local=local, independent=frozenset(dims)
+        tuple(ins), (out,), sizes, reduced, local=local, independent=set(dims)
     )  # fmt: skip
 
 

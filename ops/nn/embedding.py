@@ -71,10 +71,10 @@ def embedding(
         raise AssertionError("Padding_idx must be within num_embeddings")
     ids: tuple[Letter, ...] = letters_of(input)
     sizes: dict[Letter, int] = {**dict(enumerate(input.shape)), "v": v, "d": d}
-    terms = (frozenset({weight.index}),)
+    terms = ({weight.index},)
     return Factors(
-        (ids, ("v", "d")), ((*ids, "d"),), sizes, {"v": "sum"}, terms=terms, local=_local,
-        independent=frozenset(ids),
+        (ids, ("v", "d")), ((*ids, "d"),), sizes, {"v": "sum"}, linear_terms=terms, local=_local,
+        independent=set(ids),
         # otherwise the gradient of the result is smaller to sum
         rematerialize=math.prod(input.shape) >= v,
     )  # fmt: skip
@@ -113,9 +113,9 @@ def embedding_bag(
     if isinstance(offsets, Arg):
         found[offsets.index] = (None,)
     sizes: dict[Letter, int] = {"bags": bags, "d": weight.shape[1]}
-    terms = (frozenset(linear),) if mode in ("sum", "mean") else ()
+    terms = (set(linear),) if mode in ("sum", "mean") else ()
     return Factors(
-        tuple(found[i] for i in sorted(found)), ((rows, "d"),), sizes, terms=terms,
+        tuple(found[i] for i in sorted(found)), ((rows, "d"),), sizes, linear_terms=terms,
         shapes=((bags, weight.shape[1]),),
         local=_bags,
     )  # fmt: skip

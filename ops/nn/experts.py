@@ -64,7 +64,7 @@ def _(
     owns: Axes = max((p.layout.dims[0] for p in parameters), key=len, default=())
     both = tuple(a for a in owns if a in along)
     return Factors(
-        tuple(inputs), (inputs[0],), sizes, reduced={"e": "sum"}, whole=frozenset(whole),
+        tuple(inputs), (inputs[0],), sizes, reduced={"e": "sum"}, unsplittable=set(whole),
         co_split={"e": both} if both else {}, local=partial(_local, num_experts, both),
     )  # fmt: skip
 

@@ -38,7 +38,7 @@ def _last_dims(*funcs: Any) -> None:
                 f"input's {list(input.shape)}"
             )
         last = tuple(range(input.ndim - n, input.ndim))
-        f = pointwise_factors([input], whole=frozenset(last), local=padded_if_empty)
+        f = pointwise_factors([input], unsplittable=set(last), local=padded_if_empty)
         return f.replace(inputs=(*f.inputs, *(last for _ in tensors_in(*more, *words.values()))))
 
 
@@ -72,7 +72,7 @@ def group_norm(
         return group_norm
 
     return Factors(
-        inputs, (dims,), sizes, whole=frozenset(dims[2:]), even=frozenset({"g"}), local=local
+        inputs, (dims,), sizes, unsplittable=set(dims[2:]), divisible_only={"g"}, local=local
     )
 
 
@@ -85,7 +85,7 @@ def instance_norm(
     if running_mean is not None or running_var is not None or input.ndim < 3:
         raise NoRule("instance_norm with running statistics, or of a single image")
     local = partial(_of_a_dense_gradient, padded_if_empty)
-    f = pointwise_factors([input], whole=frozenset(range(2, input.ndim)), local=local)
+    f = pointwise_factors([input], unsplittable=set(range(2, input.ndim)), local=local)
     return f.replace(inputs=(*f.inputs, *((1,) for _ in tensors_in(weight, bias))))
 
 
@@ -111,7 +111,7 @@ def batch_norm(
     stats = [o for o in (running_mean, running_var) if isinstance(o, Arg)]
     if any(o.layout.partial for o in stats) or len({o.layout for o in stats}) > 1:
         raise NoRule("batch_norm that writes running statistics which are pending, or lie apart")
-    written = frozenset(range(1, 1 + len(stats)))
+    written = set(range(1, 1 + len(stats)))
     gone = tuple(d for d in dims if d != 1)
 
     def local(call: LocalCall) -> Any:
@@ -191,7 +191,7 @@ def weight_norm(v: Arg, g: Arg, dim: int = 0) -> Factors:
         raise NoRule("one norm of the whole")
     ins = [without(t, set(range(v.ndim)) - {dim}) for t in (v, g)]
     return Factors(
-        tuple(ins), (ins[0],), {dim: v.shape[dim]}, terms=SECOND, shapes=(v.shape,),
+        tuple(ins), (ins[0],), {dim: v.shape[dim]}, linear_terms=SECOND, shapes=(v.shape,),
         local=zeros_if_empty,
     )  # fmt: skip
 

@@ -31,5 +31,5 @@ def recurrent(
     for names, state in zip(kept, states, strict=True):
         sizes.update({names[0]: state.shape[0], names[2]: state.shape[2]})
     inputs = ((*lead, "i"), *kept, *((None,) * w.ndim for w in params))
-    whole = frozenset(letter for letter in sizes if letter != "n")
-    return Factors(inputs, ((*lead, "o"), *kept), sizes, whole=whole, local=zeros_if_empty)
+    whole = sizes.keys() - {"n"}
+    return Factors(inputs, ((*lead, "o"), *kept), sizes, unsplittable=whole, local=zeros_if_empty)

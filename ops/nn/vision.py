@@ -30,7 +30,7 @@ def _images(
             raise NoRule("no images, or places of another shape")
         return batched_factors(
             func, args, words, images, [core] * tensors,
-            terms=FIRST if linear else (), local=zeros_if_empty,
+            linear_terms=FIRST if linear else (), local=zeros_if_empty,
         )  # fmt: skip
 
 
@@ -54,7 +54,7 @@ _images(torch.adaptive_max_pool1d, 1, _POOLED, linear=False, empty=True)
 def channel_shuffle(input: Arg, groups: int) -> Factors:
     """the channels are whole"""
     dims = without(input, [1])
-    return shaped(torch.channel_shuffle, (input, groups), {}, [dims], dims, terms=FIRST)
+    return shaped(torch.channel_shuffle, (input, groups), {}, [dims], dims, linear_terms=FIRST)
 
 
 @rule(F.local_response_norm, exact=True)
@@ -84,6 +84,6 @@ def grid_sample(input: Arg, grid: Arg, *args: Any, **words: Any) -> Factors:
         (("n", "c", *(None,) * n), ("n", *spots, None)),
         (("n", "c", *spots),),
         sizes,
-        terms=FIRST,
+        linear_terms=FIRST,
         local=zeros_if_empty,
     )

@@ -39,17 +39,17 @@ def cast(input: Arg, dtype: Any) -> Factors:
     if dtype is None or dtype == (input.dtype or torch.float32):
         return alias(input)
     linear = smooth(input.dtype) and smooth(dtype)
-    return pointwise_factors([input], terms=FIRST if linear else ())
+    return pointwise_factors([input], linear_terms=FIRST if linear else ())
 
 
 def alias(input: Arg, *args: Any, **kwargs: Any) -> Factors:
     """elementwise; any Partial passes; may share memory"""
-    return pointwise_factors([input], terms=FIRST, moves=True, view=True)
+    return pointwise_factors([input], linear_terms=FIRST, moves=True, view=True)
 
 
 def part_of_complex(input: Arg, **kwargs: Any) -> Factors:
     """elementwise; linear; shares memory"""
-    return pointwise_factors([input], terms=FIRST, view=True)
+    return pointwise_factors([input], linear_terms=FIRST, view=True)
 
 
 enter(ALIASES, Rule("alias", alias, pattern="elementwise, any Partial passes"))
@@ -81,7 +81,7 @@ def to(input: Arg, *args: Any, **kwargs: Any) -> Factors:
         return cast(input, next((v for v in values if isinstance(v, torch.dtype)), None))
     f = cast(input, other.dtype or torch.float32)
     inputs = (*f.inputs, (None,) * other.ndim)
-    return f.replace(inputs=inputs, metadata_only=frozenset({1}), moves=False)
+    return f.replace(inputs=inputs, metadata_only={1}, moves=False)
 
 
 @rule(torch.Tensor.type, exact=True)
@@ -100,7 +100,7 @@ def view_as_real(input: Arg) -> Factors:
     dims = tuple(range(input.ndim))
     sizes: dict[Letter, int] = {**dict(enumerate(input.shape)), "two": 2}
     return Factors(
-        (dims,), ((*dims, "two"),), sizes, whole=frozenset({"two"}), terms=FIRST, view=True
+        (dims,), ((*dims, "two"),), sizes, unsplittable={"two"}, linear_terms=FIRST, view=True
     )
 
 
@@ -113,7 +113,7 @@ def view_as_complex(input: Arg) -> Factors:
         )
     dims = tuple(range(input.ndim))
     sizes: dict[Letter, int] = dict(enumerate(input.shape))
-    return Factors((dims,), (dims[:-1],), sizes, terms=FIRST, view=True, local=_pairs)
+    return Factors((dims,), (dims[:-1],), sizes, linear_terms=FIRST, view=True, local=_pairs)
 
 
 def _pairs(call: Any) -> Any:
@@ -140,13 +140,13 @@ def copy_(input: Arg, src: Any, non_blocking: bool = False) -> Factors:
         return fill_(input, src)
     linear = (smooth(input.dtype) and smooth(src.dtype)) or input.dtype == src.dtype
     terms = SECOND if linear else ()
-    return pointwise_factors([input, src], terms=terms, metadata_only=frozenset({0}))
+    return pointwise_factors([input, src], linear_terms=terms, metadata_only={0})
 
 
 @rule(torch.zero_)
 def zero_(input: Arg) -> Factors:
     """the target is only written; zero is zero in every piece, whatever is pending"""
-    return pointwise_factors([input], terms=FIRST, moves=True)
+    return pointwise_factors([input], linear_terms=FIRST, moves=True)
 
 
 @rule(torch.fill_, numbers="type")
@@ -159,11 +159,11 @@ def fill_(input: Arg, value: Any) -> Factors:
         pending = tuple(a for a, op in call.outputs[0].layout.partial if op == "sum")
         return torch.fill_ if call.first(pending) else lambda input, value: input.zero_()
 
-    return pointwise_factors([input], terms=FIRST, local=local)
+    return pointwise_factors([input], linear_terms=FIRST, local=local)
 
 
 @rule(torch.fill, exact=True, numbers="type")
 def fill(input: Arg, value: Any) -> Factors:
     """elementwise; only the input's shape matters"""
     tensors = [input, value] if isinstance(value, Arg) else [input]
-    return pointwise_factors(tensors, metadata_only=frozenset({0}))
+    return pointwise_factors(tensors, metadata_only={0})

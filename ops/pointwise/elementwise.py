@@ -20,11 +20,9 @@ import torch.nn.functional as F
 
 from disttensor.torch_private import nn_functions
 from ops.dims import tensors_in
-from ops.factors import Arg, Factors, pointwise_factors
+from ops.factors import Arg, Factors, Terms, pointwise_factors
 from ops.infer import NoRule
 from ops.registry import RULES, Function, Rule, functions_named, register
-
-Terms = tuple[frozenset[int], ...]
 
 # Linear in the first tensor; in both operands together (with a number the function is affine, and a
 # Partial is reduced first); in each of them; in the dividend of a number, unless the quotient is
@@ -110,7 +108,7 @@ def each(*values: Any) -> Terms | None:
     terms = []
     for value in values:
         members = value if isinstance(value, (list, tuple)) else (value,)
-        term = frozenset(m.index for m in members if isinstance(m, Arg))
+        term = {m.index for m in members if isinstance(m, Arg)}
         if not term:
             return None
         terms.append(term)
@@ -150,7 +148,7 @@ def pointwise(names: str, linear: str = "none", results: int = 1) -> None:
 
     def factors(*args: Any, **kwargs: Any) -> Factors:
         terms = terms_of(args, kwargs) or ()
-        return pointwise_factors(tensors_in(*args, *kwargs.values()), results, terms=terms)
+        return pointwise_factors(tensors_in(*args, *kwargs.values()), results, linear_terms=terms)
 
     enter(
         names,

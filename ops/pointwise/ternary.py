@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from ops.dims import tensors_in
-from ops.factors import Arg, Factors, pointwise_factors
+from ops.factors import Arg, Factors, Terms, pointwise_factors
 from ops.infer import NoRule
-from ops.pointwise.elementwise import Terms, each, enter, operands
+from ops.pointwise.elementwise import each, enter, operands
 from ops.registry import Rule, rule
 
 
@@ -20,7 +20,8 @@ def ternary(name: str, arguments: str, terms: Callable[[Any, Any, Any], Terms | 
 
     def factors(*args: Any, **kwargs: Any) -> Factors:
         x, y, z = operands(args, kwargs, *names)
-        return pointwise_factors(tensors_in(*args, *kwargs.values()), terms=terms(x, y, z) or ())
+        tensors = tensors_in(*args, *kwargs.values())
+        return pointwise_factors(tensors, linear_terms=terms(x, y, z) or ())
 
     pattern = "elementwise, a sum of products"
     enter(name, Rule(name, factors, numbers="type", pattern=pattern, sizes="letters"))
@@ -36,14 +37,14 @@ def where(condition: Any, input: Any = None, other: Any = None) -> Factors:
     if input is None or other is None:
         raise NoRule("where(condition) is nonzero: its shape depends on data")
     tensors = tensors_in(condition, input, other)
-    return pointwise_factors(tensors, terms=each(input, other) or ())
+    return pointwise_factors(tensors, linear_terms=each(input, other) or ())
 
 
 @rule(torch.Tensor.where, exact=True, numbers="type")
 def tensor_where(input: Any, condition: Any, other: Any) -> Factors:
     """elementwise; linear in both choices together"""
     tensors = tensors_in(input, condition, other)
-    return pointwise_factors(tensors, terms=each(input, other) or ())
+    return pointwise_factors(tensors, linear_terms=each(input, other) or ())
 
 
 @rule(torch.prelu)

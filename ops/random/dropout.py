@@ -93,7 +93,7 @@ def dropout(linear: bool) -> Callable[..., Factors]:
             raise NoRule("inplace=True is the function with _ at its end")
         if not train:
             return pointwise_factors([input], moves=True, view=True, local=alias)
-        return pointwise_factors([input], terms=FIRST if linear else (), local=masked)
+        return pointwise_factors([input], linear_terms=FIRST if linear else (), local=masked)
 
     return factors
 

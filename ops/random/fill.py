@@ -139,8 +139,8 @@ def fill(input: Arg, *args: Any, **kwargs: Any) -> Factors:
     """the target is only written"""
     tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Arg)]
     return pointwise_factors(
-        [input, *tensors], terms=FIRST, moves=True, local=filled,
-        independent=frozenset(range(input.ndim)),
+        [input, *tensors], linear_terms=FIRST, moves=True, local=filled,
+        independent=set(range(input.ndim)),
     )  # fmt: skip
 
 
@@ -170,4 +170,4 @@ def random_like(input: Arg, *args: Any, **kwargs: Any) -> Factors:
     """lies as the input; only shape and dtype matter"""
     if any(isinstance(a, Arg) for a in (*args, *kwargs.values())):
         raise NoRule("bounds that are tensors")
-    return pointwise_factors([input], metadata_only=frozenset({0}), local=likeness)
+    return pointwise_factors([input], metadata_only={0}, local=likeness)

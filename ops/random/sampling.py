@@ -128,5 +128,5 @@ def multinomial(input: Arg, num_samples: int, replacement: bool = False, **kwarg
     sizes: dict[Letter, int] = {**dict(enumerate(input.shape[:-1])), "n": input.shape[-1]}
     sizes["s"] = num_samples
     return Factors(
-        ((*rows, "n"),), ((*rows, "s"),), sizes, whole=frozenset({"n", "s"}), local=draw_multinomial
+        ((*rows, "n"),), ((*rows, "s"),), sizes, unsplittable={"n", "s"}, local=draw_multinomial
     )

@@ -20,14 +20,14 @@ def along(input: Arg, dim: Any, results: int = 1, **options: Any) -> Factors:
     """Results of the input's shape; ``dim`` stays whole."""
     if not isinstance(dim, int):
         raise NoRule("a dim that is no number")
-    whole = frozenset(reduced_dims(input, dim))
-    return pointwise_factors([input], results, whole=whole, **options)
+    whole = set(reduced_dims(input, dim))
+    return pointwise_factors([input], results, unsplittable=whole, **options)
 
 
 @rule(torch.cumsum)
 def cumsum(input: Arg, dim: int, *, dtype: Any = None, out: None = None) -> Factors:
     """linear; the dim stays whole"""
-    return along(input, dim, terms=linear_in(input, dtype))
+    return along(input, dim, linear_terms=linear_in(input, dtype))
 
 
 def _scan(*funcs: Function, results: int = 1, default: int | None = -1, doc: str) -> None:
@@ -101,7 +101,7 @@ def quantile(
             inputs=(*f.inputs, names),
             outputs=((*names, *kept),),
             sizes={**f.sizes, **dict(zip(names, q.shape, strict=True))},
-            whole=frozenset(names),
+            unsplittable=set(names),
         )
     if keepdim and dim is None:
         raise NoRule("quantile of all, with dims kept")
@@ -114,8 +114,8 @@ def diff(input: Arg, n: int = 1, dim: int = -1, prepend: Any = None, append: Any
     given = tensors_in(input, prepend, append)
     at = front(dim, input.ndim)
     ins = [without(t, [at]) for t in given]
-    terms = tuple(frozenset({i}) for i in range(len(given)))
-    return shaped(torch.diff, (input, n, at, prepend, append), {}, ins, ins[0], terms=terms)
+    terms = tuple({i} for i in range(len(given)))
+    return shaped(torch.diff, (input, n, at, prepend, append), {}, ins, ins[0], linear_terms=terms)
 
 
 @rule(torch.gradient, exact=True)
@@ -126,7 +126,7 @@ def gradient(input: Arg, *, spacing: Any = None, dim: Any = None, edge_order: in
     words = {"spacing": spacing, "dim": dim, "edge_order": edge_order}
     words = {k: v for k, v in words.items() if v is not None}
     ins = [dims, *((None,) * t.ndim for t in places)]
-    return shaped(torch.gradient, (input,), words, ins, dims, terms=FIRST)
+    return shaped(torch.gradient, (input,), words, ins, dims, linear_terms=FIRST)
 
 
 def _areas(func: Function, *others: Function, gone: bool) -> None:
@@ -143,7 +143,7 @@ def _areas(func: Function, *others: Function, gone: bool) -> None:
         ins = [*bare[:-1], *([(None,)] if x is not None and x.ndim == 1 else [])]
         out = (*bare[-1][:at], *bare[-1][at + 1 :]) if gone else bare[-1]
         args, terms = ((y,), FIRST) if x is None else ((y, x), PRODUCT)
-        return shaped(func, args, {"dim": dim}, ins, out, terms=terms)
+        return shaped(func, args, {"dim": dim}, ins, out, linear_terms=terms)
 
 
 _areas(torch.trapezoid, torch.trapz, gone=True)

@@ -46,7 +46,7 @@ def _softmax(*funcs: Any, log: bool, sign: int = 1) -> None:
             s = call.collectives.pvary(call.collectives.psum(e.sum(gone, True), axes), axes)
             return (x - s.log() if log else e / s).to(given)
 
-        others = frozenset(d for d in range(input.ndim) if d not in gone)
+        others = set(range(input.ndim)) - {*gone}
         return pointwise_factors([input], local=inner(gone, reduce), independent=others)
 
 

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from disttensor.core.layout import Axes
 from ops.dims import FIRST, fronts
-from ops.factors import Arg, Factors, Letter, LocalMaker
+from ops.factors import Arg, Factors, Letter, LocalMaker, Terms
 from ops.infer import NoRule
 from ops.local import LocalCall
 from ops.registry import rule
 
 
-def linear_in(input: Arg, dtype: Any) -> tuple[frozenset[int], ...]:
+def linear_in(input: Arg, dtype: Any) -> Terms:
     """Returns the terms of a sum: linear, unless there is a cast to or from narrow integers."""
     wide = input.dtype is None or input.dtype.is_floating_point or input.dtype.is_complex
     to_float = dtype is None or dtype.is_floating_point or dtype.is_complex
@@ -55,7 +55,7 @@ def reduction(
         kept = tuple(None if d in gone else d for d in dims)
     reduced: dict[Letter, str] = {} if kind is None else dict.fromkeys(gone, kind)
     sizes: dict[Letter, int] = dict(enumerate(input.shape))
-    options.setdefault("independent", frozenset(d for d in dims if d not in gone))
+    options.setdefault("independent", set(dims) - {*gone})
     return Factors((dims,), (kept,) * results, sizes, reduced=reduced, **options)
 
 
@@ -85,7 +85,7 @@ def inner(gone: tuple[int, ...], reduce: Callable[..., Any]) -> LocalMaker:
 @rule(torch.sum)
 def sum(input: Arg, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Factors:
     """reduced dims: P(sum)"""
-    return reduction(input, dim, keepdim, "sum", terms=linear_in(input, dtype))
+    return reduction(input, dim, keepdim, "sum", linear_terms=linear_in(input, dtype))
 
 
 @rule(torch.mean)
@@ -107,8 +107,8 @@ def mean(
         return mean
 
     return reduction(
-        input, dim, keepdim, "sum", terms=linear_in(input, dtype), local=local,
-        independent=frozenset(range(input.ndim)),
+        input, dim, keepdim, "sum", linear_terms=linear_in(input, dtype), local=local,
+        independent=set(range(input.ndim)),
     )  # fmt: skip
 
 

@@ -43,9 +43,9 @@ def joined(
     sizes["joined"] = total
     ins = tuple(tuple(None if letter == dim else letter for letter in dims) for dims in letters)
     sides = lifted[0][1]
-    terms = tuple(frozenset({t.index}) for t in tensors)
+    terms = tuple({t.index} for t in tensors)
     return Factors(
-        ins, (tuple(out),), sizes, whole=frozenset({"joined", *lone}), moves=True, terms=terms,
+        ins, (tuple(out),), sizes, unsplittable={"joined", *lone}, moves=True, linear_terms=terms,
         shapes=((*sides[:dim], total, *sides[dim + 1 :]),),
     )  # fmt: skip
 
@@ -74,8 +74,8 @@ def stack(tensors: Sequence[Arg], dim: int = 0) -> Factors:
     dims = letters_of(tensors[0])
     out = (*dims[:at], "stack", *dims[at:])
     sizes: dict[Letter, int] = {**dict(enumerate(tensors[0].shape)), "stack": len(tensors)}
-    terms = tuple(frozenset({t.index}) for t in tensors)
-    return Factors((dims,) * len(tensors), (out,), sizes, moves=True, terms=terms)
+    terms = tuple({t.index} for t in tensors)
+    return Factors((dims,) * len(tensors), (out,), sizes, moves=True, linear_terms=terms)
 
 
 def at_least(t: Arg, ndim: int) -> Lifted:

@@ -33,7 +33,7 @@ def triangle(input: Arg, diagonal: int = 0) -> Factors:
 
 
 def _whole(input: Arg, dims: tuple[int, ...]) -> Factors:
-    return moved(input, letters_of(input), whole=frozenset(dims))
+    return moved(input, letters_of(input), unsplittable=set(dims))
 
 
 @rule(*named("roll"), exact=True)
@@ -69,7 +69,7 @@ def rot90(input: Arg, k: int = 1, dims: Any = (0, 1)) -> Factors:
     out: list[Letter] = list(letters_of(input))
     if k % 2:
         out[a], out[b] = out[b], out[a]
-    return moved(input, tuple(out), whole=frozenset({a, b}))
+    return moved(input, tuple(out), unsplittable={a, b})
 
 
 @rule(*named("diag"), exact=True)

@@ -20,7 +20,7 @@ def padded(input: Arg, sizes: Sequence[int], mode: str) -> Factors:
     """Returns the factors of padding by input elements (reflect, ...): padded dims are whole."""
     gone = {input.ndim - 1 - i // 2 for i, n in enumerate(sizes) if n}
     dims = without(input, gone)
-    return shaped(F.pad, (input, sizes, mode), {}, [dims], dims, terms=FIRST)
+    return shaped(F.pad, (input, sizes, mode), {}, [dims], dims, linear_terms=FIRST)
 
 
 @rule(F.interpolate, exact=True, floats=True)
@@ -34,5 +34,5 @@ def interpolate(
     if input.ndim < 3 or 0 in input.shape:
         raise NoRule("interpolate wants batch, channels and at least one more dim")
     return batched_factors(
-        F.interpolate, args, {}, [input], [input.ndim - 2], terms=FIRST, local=zeros_if_empty
+        F.interpolate, args, {}, [input], [input.ndim - 2], linear_terms=FIRST, local=zeros_if_empty
     )

@@ -49,19 +49,19 @@ def groups(src: Sequence[int], dst: Sequence[int]) -> list[tuple[list[int], list
 
 def regroup(
     src: Sequence[int], dst: Sequence[int]
-) -> tuple[Dims, Dims, dict[Letter, int], frozenset[Letter]]:
+) -> tuple[Dims, Dims, dict[Letter, int], set[Letter]]:
     """Returns (letters of src, letters of dst, sizes, letters that split evenly or not at all)."""
     ins: list[Letter] = [None] * len(src)
     outs: list[Letter] = [None] * len(dst)
     sizes: dict[Letter, int] = {}
-    even = set()
+    even: set[Letter] = set()
     if 0 in src:  # nothing to order: leading dims that agree keep their letters
         for d, (s, t) in enumerate(zip(src, dst, strict=False)):
             if s != t:
                 break
             ins[d] = outs[d] = d
             sizes[d] = s
-        return tuple(ins), tuple(outs), sizes, frozenset()
+        return tuple(ins), tuple(outs), sizes, set()
     for n, (ours, theirs) in enumerate(groups(src, dst)):
         i, o = ours[0], theirs[0]
         if len(ours) == len(theirs) == 1:
@@ -74,7 +74,7 @@ def regroup(
             outs[o] = n if major == dst[o] else (n, f"out{n}")
             sizes.update({n: major, f"in{n}": src[i] // major, f"out{n}": dst[o] // major})
             even.add(n)
-    return tuple(ins), tuple(outs), sizes, frozenset(even)
+    return tuple(ins), tuple(outs), sizes, even
 
 
 def regrouped(input: Arg, sizes: Sequence[int], **options: Any) -> Factors:
@@ -85,10 +85,10 @@ def regrouped(input: Arg, sizes: Sequence[int], **options: Any) -> Factors:
         (ins,),
         (outs,),
         known,
-        even=even,
+        divisible_only=even,
         moves=True,
         shapes=(shape,),
         view=True,
-        independent=frozenset(known),
+        independent=set(known),
         **options,
     )

@@ -60,7 +60,7 @@ def repeat_interleave(
     dims: tuple[Letter, ...] = letters_of(input)
     out = (*dims[:at], (at, "repeats"), *dims[at + 1 :])
     local = lambda call: lambda input, *_, **__: input.repeat_interleave(repeats, at)  # noqa: E731
-    return moved(input, out, {"repeats": repeats}, even=frozenset({at}), local=local)
+    return moved(input, out, {"repeats": repeats}, divisible_only={at}, local=local)
 
 
 @rule(F.pad)

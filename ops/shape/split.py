@@ -23,7 +23,7 @@ def cut(input: Arg, dim: int, sizes: Sequence[int]) -> Factors:
     outs = tuple((*dims[:dim], f"piece{i}", *dims[dim + 1 :]) for i in range(len(sizes)))
     known: dict[Letter, int] = dict(enumerate(input.shape))
     known.update({f"piece{i}": s for i, s in enumerate(sizes)})
-    return Factors((dims,), outs, known, whole=frozenset({dim}), moves=True, view=True)
+    return Factors((dims,), outs, known, unsplittable={dim}, moves=True, view=True)
 
 
 @rule(*named("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes"), exact=True)
@@ -92,7 +92,7 @@ def unbind(input: Arg, dim: int = 0) -> Factors:
     dims = letters_of(input)
     outs = ((*dims[:at], *dims[at + 1 :]),) * input.shape[at]
     sizes: dict[Letter, int] = dict(enumerate(input.shape))
-    return Factors((dims,), outs, sizes, whole=frozenset({at}), moves=True, view=True)
+    return Factors((dims,), outs, sizes, unsplittable={at}, moves=True, view=True)
 
 
 @rule(F.glu)

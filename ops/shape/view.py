@@ -83,7 +83,7 @@ def reshape(input: Arg, *shape: Any) -> Factors:
 def shaped_as(other: Arg, f: Factors) -> Factors:
     """Returns ``f`` of a call whose second tensor counts by its shape only."""
     inputs = (*f.inputs, (None,) * other.ndim)
-    return f.replace(inputs=inputs, metadata_only=frozenset({1}), moves=False, terms=FIRST)
+    return f.replace(inputs=inputs, metadata_only={1}, moves=False, linear_terms=FIRST)
 
 
 @rule(*named("view_as", "reshape_as"), exact=True)
@@ -190,7 +190,7 @@ def contiguous(input: Arg, memory_format: Any = torch.contiguous_format) -> Fact
         return own_memory(call, call.func, always=True) if plain else call.func
 
     letters = letters_of(input)
-    return moved(input, letters, view=True, local=local, independent=frozenset(letters))
+    return moved(input, letters, view=True, local=local, independent=set(letters))
 
 
 @rule(*named("detach", "alias"), exact=True)

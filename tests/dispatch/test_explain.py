@@ -134,8 +134,8 @@ def test_notation():
     x = Arg((4, 6))
     plain = letters("m k, k n -> m n", x, Arg((6, 5)), reduced={"k": "sum"})
     assert notation(plain) == "m k, k n -> m n   k: sum"
-    assert notation(plain.replace(whole=frozenset("k"))) == "m k, k n -> m n   whole: k"
-    view = Factors(((0,),), ((0, 1),), {0: 4, 1: 2}, even=frozenset({0}))
+    assert notation(plain.replace(unsplittable=frozenset("k"))) == "m k, k n -> m n   whole: k"
+    view = Factors(((0,),), ((0, 1),), {0: 4, 1: 2}, divisible_only=frozenset({0}))
     assert notation(view) == "a -> a b   even: a"
     merged = Factors(((0, 1),), (((0, 1),),), {0: 4, 1: 2})
     assert notation(merged) == "a b -> (a b)   whole: b"

@@ -96,23 +96,23 @@ def choices(f: Factors, args: Sequence[Arg], a: int) -> Iterator[list[Any]]:
     def by(letter: Any) -> list[Any]:
         dims: list[Any] = [own.index(letter) if letter in own else None for own in majors]
         if letter in f.reduced:
-            for term in f.terms:
+            for term in f.linear_terms:
                 if not any(dims[t] is not None for t in term):
                     dims[min(term)] = "P"
         return dims
 
     letters = set(split.values())
-    if not pending and len(letters) < 2 and letters <= fit - f.even:
+    if not pending and len(letters) < 2 and letters <= fit - f.divisible_only:
         yield by(letters.pop()) if letters else [None] * len(args)
         return
     yield [None] * len(args)
     others = {letter for t in split for letter in majors[t]} - f.reduced.keys()
     for letter in (letters | others) & fit:
         yield by(letter)
-    linear = frozenset(range(len(args))) if f.moves else frozenset().union(*f.terms)
+    linear = frozenset(range(len(args))) if f.moves else frozenset().union(*f.linear_terms)
     for k in range(1, len(pending) + 1):
         for keep in itertools.combinations(sorted(pending & linear), k):
-            each = f.terms and all(len(term & set(keep)) == 1 for term in f.terms)
+            each = f.linear_terms and all(len(term & set(keep)) == 1 for term in f.linear_terms)
             if each or (f.moves and len(keep) == len(args)):
                 yield ["P" if t in keep else None for t in range(len(args))]
 

@@ -26,7 +26,7 @@ def entered() -> Iterator[Any]:
     def enter(**changes: Any) -> None:
         def factors(x: Any) -> Factors:
             base = Factors(
-                ((0, 1),), ((1,),), {0: 5, 1: 6}, reduced={0: "sum"}, terms=(frozenset({0}),)
+                ((0, 1),), ((1,),), {0: 5, 1: 6}, reduced={0: "sum"}, linear_terms=(frozenset({0}),)
             )
             return base.replace(**changes)
 
