@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,10 +26,11 @@ from disttensor.progress import Advance, bar, show_nothing
 from disttensor.random import counter
 from disttensor.tensor.dist_tensor import DistTensor
 
-T = TypeVar("T")
 VALUES = "values.pt"
 RANDOM = "random"
-_KINDS = (OSError, ValueError, TypeError, MismatchError)
+_KINDS = (OSError, ValueError, TypeError, MismatchError, RuntimeError)
+_gather = partial(objects.gather_results, kinds=_KINDS)
+_run_on_all_ranks = partial(objects.run_on_all_ranks, kinds=_KINDS)
 
 
 class _Job(NamedTuple):
@@ -259,36 +260,6 @@ def _group(purpose: str = "") -> Group:
     """Returns a group of all ranks with its own communicator, because the program may continue in
     another thread. The background writer has a separate one."""
     return new_group(range(world()[1]), ("world",), f"checkpoint{purpose}")
-
-
-def _run_on_all_ranks(what: str, group: Group, run: Callable[[], T]) -> T:
-    """Returns ``run()``; the error of any rank is raised on all."""
-    results: list[T] = []
-    _gather(what, group, lambda: results.append(run()))
-    return results[0]
-
-
-def _gather(what: str, group: Group, run: Callable[[], T]) -> list[T]:
-    """Returns ``run()`` of every rank; the error of any rank is raised on all."""
-    value, mine, error = None, None, None
-    try:
-        value = run()
-    except Exception as caught:
-        error = caught
-        kind = next((i for i, kind in enumerate(_KINDS) if isinstance(error, kind)), -1)
-        mine = kind, str(error)
-    everyone = objects.gather_objects((mine, value, what), group)
-    if any(theirs != what for *_, theirs in everyone):
-        calls = ", ".join(
-            f"rank {r}: {w}" for r, (*_, w) in zip(group.ranks, everyone, strict=True)
-        )
-        raise MismatchError(f"all ranks save and load in the same order, but they are at {calls}")
-    for rank, (failed, *_) in zip(group.ranks, everyone, strict=True):
-        if failed is not None:
-            raised = RuntimeError if failed[0] < 0 else _KINDS[failed[0]]
-            where = f" (rank {rank})" if group.size > 1 else ""
-            raise raised(f"{what}{where}: {failed[1]}") from error
-    return [theirs for _, theirs, _ in everyone]
 
 
 def _by_mesh(states: Any, rank: int) -> tuple[dict[Any, str], dict[str, Any]]:

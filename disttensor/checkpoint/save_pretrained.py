@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from torch import nn
 
 from disttensor.checkpoint.safetensors_files import Stored, plan_file, write_rows
 from disttensor.checks import argument_error, check_int, check_type, is_int
-from disttensor.comm import objects
 from disttensor.comm.groups import world_group
+from disttensor.comm.objects import run_on_all_ranks
 from disttensor.comm.process_group import world
 from disttensor.core.layout import Layout
 from disttensor.core.spec import DistSpec
@@ -60,12 +61,19 @@ def save_pretrained(
     tensors = _tensors(model, names)
     files = _files(folder, tensors, _size(max_shard_size))
     first = world()[0] == 0
-    try:
-        _run_on_all_ranks(lambda: _make(folder, files) if first else None)
+
+    def write() -> None:
         with bar("saving", sum(x.nbytes for x in tensors.values()), "B") as advance:
             failures = [_write(inside, tensors, advance) for _, inside, _ in files]
-        _run_on_all_ranks(lambda: None, next(filter(None, failures), None))
-        _run_on_all_ranks(lambda: _publish(model, folder, files) if first else None)
+        for failure in filter(None, failures):
+            raise failure
+
+    who = "pretrained.save: the model is not saved"
+    on_all = partial(run_on_all_ranks, who, world_group(), kinds=(OSError,))
+    try:
+        on_all(lambda: _make(folder, files) if first else None)
+        on_all(write)
+        on_all(lambda: _publish(model, folder, files) if first else None)
     except OSError:
         for _, inside, _ in files if first else ():
             with contextlib.suppress(OSError):
@@ -191,19 +199,6 @@ def _write(inside: list[Stored], tensors: dict[str, Any], advance: Advance) -> E
         except OSError as caught:
             error = caught
     return error
-
-
-def _run_on_all_ranks(run: Callable[[], Any], error: Exception | None = None) -> None:
-    """Calls ``run()`` on all ranks. Raises OSError on all if one failed or has an ``error``."""
-    try:
-        if error is None:
-            run()
-    except Exception as caught:
-        error = caught
-    said = None if error is None else f"rank {world()[0]}: {type(error).__name__}: {error}"
-    failed = [text for text in objects.gather_objects(said, world_group()) if text]
-    if failed:
-        raise OSError(f"pretrained.save: the model is not saved; {'; '.join(failed)}") from error
 
 
 def _publish(model: nn.Module, folder: Path, files: list[Any]) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import pickle
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,10 @@ from disttensor.comm import p2p
 from disttensor.comm.collective_call import run
 from disttensor.comm.groups import Group
 from disttensor.comm.process_group import is_fake, world
+from disttensor.errors import MismatchError
 
 Tensor = torch.Tensor
+T = TypeVar("T")
 
 
 def gather_objects(value: Any, group: Group) -> list[Any]:
@@ -42,6 +44,46 @@ def gather_objects(value: Any, group: Group) -> list[Any]:
 
 def _nothing(*_: Any) -> None:
     """Stands for a collective of a fake process group."""
+
+
+def gather_results(
+    who: str, group: Group, run: Callable[[], T], kinds: Sequence[type[Exception]] = ()
+) -> list[T]:
+    """Returns ``run()`` of every member, in mesh order. An error of one rank is raised on all, of
+    the first class of ``kinds`` that it is an instance of, else of the last. Without ``kinds`` its
+    own rank raises it unchanged, and the others RuntimeError. ``who``: the call, in errors. Raises
+    MismatchError if the members are at different calls.
+    """
+    value, failure, error = None, None, None
+    try:
+        value = run()
+    except Exception as caught:
+        error, fitting = caught, [kind for kind in kinds if isinstance(caught, kind)]
+        kind = (*fitting, *kinds[-1:], RuntimeError)[0]
+        name = "" if type(caught) is kind else f"{type(caught).__name__}: "
+        failure = kind, f"{name}{caught}"
+    everyone = gather_objects((who, failure, value), group)
+    if any(theirs != who for theirs, *_ in everyone):
+        calls = [f"rank {r}: {w}" for r, (w, *_) in zip(group.ranks, everyone, strict=True)]
+        raise MismatchError(
+            f"all ranks make the same calls in the same order, but they are at {', '.join(calls)}"
+        )
+    for rank, (_, failed, _) in zip(group.ranks, everyone, strict=True):
+        if failed is not None:
+            if error is not None and not kinds:
+                raise error
+            where = f" (rank {rank})" if group.size > 1 else ""
+            raise failed[0](f"{who}{where}: {failed[1]}") from error
+    return [theirs for *_, theirs in everyone]
+
+
+def run_on_all_ranks(
+    who: str, group: Group, run: Callable[[], T], kinds: Sequence[type[Exception]] = ()
+) -> T:
+    """Returns ``run()``; an error of one rank is raised on all, as by ``gather_results``."""
+    results: list[T] = []
+    gather_results(who, group, lambda: results.append(run()), kinds)
+    return results[0]
 
 
 def received_numbers(numbers: Tensor, mine: Sequence[float]) -> list[float]:

@@ -211,19 +211,14 @@ class Placed:
         return wrap(moved.contiguous(), spec)
 
 
-def exchange(number: int, indices: tuple[int, int], form: Any, error: Exception | None) -> Any:
-    """Exchanges the facts of a batch between all ranks, and returns them. Raises an error on all
-    ranks if they differ."""
+def exchange(number: int, load: Callable[[], tuple[tuple[int, int], Any]]) -> Any:
+    """Exchanges the facts of a batch between all ranks, and returns its format. ``load`` returns
+    (samples and digest of the indices, format), and its error is raised on all ranks, as is an
+    error if facts differ."""
     group = world_group()
-    why = None if error is None else f"{type(error).__name__}: {error}"
-    everyone = objects.gather_objects((why, indices, form), group)
-    if error is not None:
-        raise error
-    for rank, (theirs, _, _) in zip(group.ranks, everyone, strict=True):
-        if theirs is not None:
-            raise RuntimeError(f"shard_loader: rank {rank} has no batch {number}: {theirs}")
-    for rank, (_, theirs, _) in zip(group.ranks, everyone, strict=True):
-        if theirs != everyone[0][1]:
+    everyone = objects.gather_results(f"shard_loader: batch {number}", group, load)
+    for rank, (theirs, _) in zip(group.ranks, everyone, strict=True):
+        if theirs != everyone[0][0]:
             raise ValueError(
                 f"shard_loader: batch {number} of rank {rank} has other samples than on rank 0. "
                 "The loader of every rank iterates over all data in one order: use no "
@@ -231,7 +226,7 @@ def exchange(number: int, indices: tuple[int, int], form: Any, error: Exception 
                 "DataLoader(..., generator=torch.Generator().manual_seed(0)), or with the same "
                 "seed on all ranks"
             )
-    known = [(r, f) for r, (_, _, f) in zip(group.ranks, everyone, strict=True) if f is not None]
+    known = [(r, f) for r, (_, f) in zip(group.ranks, everyone, strict=True) if f is not None]
     for rank, theirs in known:
         if theirs != known[0][1]:
             raise ValueError(

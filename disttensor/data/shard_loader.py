@@ -127,25 +127,28 @@ class _Epoch(Iterator[Any]):
         if self.ended:
             raise StopIteration
         of, given = self.of, self.of.pieces.given
-        value: Any = None
-        found: Any = None
-        error: Exception | None = None
         tensors: dict[Path, Tensor] = {}
-        try:
-            value = next(self.batches)
-        except StopIteration:
-            self.ended = True
-        except Exception as caught:
-            error = caught
-        count, first, stop, digest = given.popleft() if given and not self.ended else (0, 0, 0, 0)
-        of.samples += count
+        count = first = stop = 0
+
+        def load() -> tuple[tuple[int, int], Any]:
+            nonlocal count, first, stop
+            digest, value, form = 0, None, None
+            try:
+                value = next(self.batches)
+            except StopIteration:
+                self.ended = True
+            finally:
+                if given and not self.ended:
+                    count, first, stop, digest = given.popleft()
+            if first < stop:
+                form = map_paths(value, BatchFormat(of.places, tensors, stop - first))
+            return (count, digest), form
+
         self.number += 1
         try:
-            if first < stop and error is None:
-                found = map_paths(value, BatchFormat(of.places, tensors, stop - first))
-        except Exception as caught:
-            error = caught
-        form = exchange(self.number - 1, (count, digest), found, error)
+            form = exchange(self.number - 1, load)
+        finally:
+            of.samples += count
         if not count:
             self.ended, of.samples, of.began = True, 0, None
             raise StopIteration

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from disttensor.api.shard import shard_tensor
-from disttensor.comm import objects
 from disttensor.comm.groups import world_group
+from disttensor.comm.objects import run_on_all_ranks
 from disttensor.comm.process_group import world
 from disttensor.core.placement import Replicate, Shard
 from disttensor.nn import tensor_parallel_plans
@@ -44,17 +44,7 @@ def is_first() -> bool:
 
 def on_first(who: str, write: Callable[[], Any]) -> None:
     """Calls ``write`` on the first rank while the others wait. Raises its error on all ranks."""
-    caught: Exception | None = None
-    try:
-        if is_first():
-            write()
-    except Exception as error:
-        caught = error
-    texts = objects.gather_objects(caught and f"{type(caught).__name__}: {caught}", world_group())
-    if caught is not None:
-        raise caught
-    if texts[0] is not None:
-        raise RuntimeError(f"{who}: rank 0 failed: {texts[0]}")
+    run_on_all_ranks(who, world_group(), write if is_first() else lambda: None)
 
 
 # Placing a model ----------------------------------------------------------------------------------
