@@ -561,7 +561,10 @@ def start_fake_world(rank: int, size: int) -> None:
     dist.init_process_group("fake", store=fake.FakeStore(), rank=rank, world_size=size)
 
 
-# Modules, optimizers, gradients -------------------------------------------------------------------
+# Modules, optimizers, gradients, files ------------------------------------------------------------
+
+# Finds the bytes of a tensor in a file of ``torch.save``.
+ArchiveReader: Any = need("to load checkpoints", torch._C, "PyTorchFileReader")
 
 # The method that calls a module's hooks and its forward.
 module_call: Any = need("to see which forwards run", torch.nn.Module, "_call_impl")

@@ -7,8 +7,6 @@ from __future__ import annotations
 import io
 import mmap
 import pickle
-import struct
-import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +31,7 @@ from torch.distributed.checkpoint.planner import (
 
 from disttensor.checkpoint.synced_file import Sums, SyncedFile
 from disttensor.progress import Advance, bar
+from disttensor.torch_private import ArchiveReader
 
 
 class _SyncedFiles(FileSystem):
@@ -137,56 +136,30 @@ class Reader(FileSystemReader):
             for name, items in by_file.items():
                 with open(Path(self.path, name), "rb") as file:
                     memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-                for item in items:
-                    part = zip(item.storage_offsets, item.lengths, strict=True)
-                    saved = self._saved(item, memory)[tuple(slice(o, o + n) for o, n in part)]
-                    planner.resolve_tensor(item).detach().copy_(saved)
-                    if hasattr(mmap, "MADV_DONTNEED"):  # the pages of one item at a time
-                        memory.madvise(mmap.MADV_DONTNEED)
-                    advance()
+                    for item in items:
+                        part = zip(item.storage_offsets, item.lengths, strict=True)
+                        saved = self._saved(item, file, memory)
+                        saved = saved[tuple(slice(o, o + n) for o, n in part)]
+                        planner.resolve_tensor(item).detach().copy_(saved)
+                        if hasattr(mmap, "MADV_DONTNEED"):  # the pages of one item at a time
+                            memory.madvise(mmap.MADV_DONTNEED)
+                        advance()
 
     def _info(self, item: ReadItem) -> Any:
         return self.storage_data[item.storage_index]
 
-    def _saved(self, item: ReadItem, memory: mmap.mmap) -> torch.Tensor:
+    def _saved(self, item: ReadItem, file: Any, memory: mmap.mmap) -> torch.Tensor:
         """Returns the tensor as a view of the file, in which ``torch.save`` has written its bytes
-        uncompressed, as an entry of a zip archive."""
+        uncompressed, as a record of an archive."""
         index, info = item.storage_index, self._info(item)
         dtype, shape = self.pieces[index.fqn, index.offset]
         if not shape.numel():
             return torch.empty(shape, dtype=dtype)
-        with zipfile.ZipFile(_View(memory, info.offset, info.length)) as archive:
-            [entry] = [e for e in archive.infolist() if e.filename.endswith("/data/0")]
-        start = info.offset + entry.header_offset
-        name, extra = struct.unpack_from("<HH", memory, start + 26)  # their lengths
-        if entry.file_size != shape.numel() * dtype.itemsize:
-            raise ValueError(f"{self.path}: {index.fqn} has {entry.file_size} bytes in the file")
-        start += 30 + name + extra
-        flat = torch.frombuffer(memory, dtype=dtype, count=shape.numel(), offset=start)
-        return flat.view(shape)
-
-
-class _View(io.RawIOBase):
-    """A part of the memory of a file, as a file."""
-
-    def __init__(self, memory: mmap.mmap, offset: int, length: int) -> None:
-        self.memory, self.offset, self.length, self.at = memory, offset, length, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self.at = offset + (0, self.at, self.length)[whence]
-        return self.at
-
-    def tell(self) -> int:
-        return self.at
-
-    def read(self, size: int = -1) -> bytes:
-        stop = self.length if size < 0 else min(self.length, self.at + size)
-        data = self.memory[self.offset + self.at : self.offset + stop]
-        self.at = stop
-        return data
+        archive = ArchiveReader(self._slice_file(file, info))
+        if (size := archive.get_record_size("data/0")) != shape.numel() * dtype.itemsize:
+            raise ValueError(f"{self.path}: {index.fqn} has {size} bytes in the file")
+        start = info.offset + archive.get_record_offset("data/0")
+        return torch.frombuffer(memory, dtype=dtype, count=shape.numel(), offset=start).view(shape)
 
 
 def reading(path: Path, tensors: dict[str, torch.Tensor]) -> Callable[[], Any]:
