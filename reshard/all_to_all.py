@@ -51,4 +51,4 @@ def all_to_all(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes, how: How = N
     def joined(pieces: Tensor) -> Tensor:
         return dense(pieces.movedim(0, split.i), split.shape, out)
 
-    return then(how.run(collectives.all_to_all_even, given, split.group), joined, out)
+    return then(how.run(collectives.all_to_all_rows, given, (), (), split.group), joined, out)

@@ -23,7 +23,6 @@ from disttensor.comm.collective_call import call_error, call_options, run, start
 from disttensor.comm.groups import Group
 from disttensor.comm.process_group import backend_name
 from disttensor.comm.work import Work, finished
-from disttensor.errors import CommError
 from disttensor.observe import observers
 from disttensor.torch_private import all_gather_single, all_to_all_single, reduce_scatter_single
 
@@ -45,7 +44,7 @@ def _target(total: Tensor, decode: Any, x: Tensor) -> Tensor | None:
     return decode(total) if x.dtype.is_complex else None
 
 
-def _complete(result: Tensor, async_op: bool) -> Any:
+def _complete(result: Any, async_op: bool) -> Any:
     """Returns the result in a group of one rank."""
     return finished(result) if async_op else result
 
@@ -211,72 +210,57 @@ def all_to_all(
 ) -> Any:
     """Sends ``pieces[i]`` to member i. Returns the pieces received from each member, flat, of
     ``numels[i]`` elements."""
-    if group.size == 1:
-        alone = [pieces[0].detach().reshape(-1)]
-        return finished(alone) if async_op else alone
-    share = 1 - pieces[group.index].numel() / max(1, sum(p.numel() for p in pieces))
-    pieces, numels = group.to_backend(pieces), group.to_backend(numels)
     full = [p for p in pieces if p.numel()]
-    send = full[0].reshape(-1) if len(full) == 1 else torch.cat([p.reshape(-1) for p in pieces])
-    send = wire.dense(send)
-    out = send.new_empty(sum(numels))
-
-    def finish() -> list[Tensor]:
-        return list(group.to_members(out.split(list(numels))))
-
-    sizes = [p.numel() for p in pieces]
-    return _exchange(send, sizes, out, numels, share, group, finish, async_op)
+    flat = full[0].reshape(-1) if len(full) == 1 else torch.cat([p.reshape(-1) for p in pieces])
+    sent = [p.numel() for p in pieces]
+    return _exchange(flat, sent, numels, group, lambda out: list(out.split(list(numels))), async_op)
 
 
+@overload
 def all_to_all_rows(
-    x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group
-) -> Tensor:
+    x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group, *,
+    async_op: Literal[False] = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def all_to_all_rows(
+    x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group, *,
+    async_op: Literal[True],
+) -> Work[Tensor]: ...  # fmt: skip
+def all_to_all_rows(
+    x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group, *, async_op: bool = False
+) -> Any:
     """Exchanges rows, [sum(sent), *s] to [sum(received), *s]: the first ``sent[0]`` rows go to
-    member 0, and so on; ``received[i]`` rows come from member i, in order."""
-    x = wire.dense(x)
-    if group.size == 1:
-        return x
-    out = x.new_empty((sum(received), *x.shape[1:]))
-    share = 1 - sent[group.index] / max(1, sum(sent))
-    if not group.in_rank_order:
-        x = torch.cat(group.to_backend(x.split(list(sent))))
-    sent, received = group.to_backend(sent), group.to_backend(received)
-
-    def finish() -> Tensor:
-        if group.in_rank_order:
-            return out
-        return torch.cat(group.to_members(out.split(list(received))))
-
-    return _exchange(x, sent, out, received, share, group, finish)
-
-
-@overload
-def all_to_all_even(x: Tensor, group: Group, *, async_op: Literal[False] = ...) -> Tensor: ...
-@overload
-def all_to_all_even(x: Tensor, group: Group, *, async_op: Literal[True]) -> Work[Tensor]: ...
-def all_to_all_even(x: Tensor, group: Group, *, async_op: bool = False) -> Any:
-    """Exchanges [n, *s]: x[i] goes to member i, and out[i] comes from member i."""
-    n, x = group.size, wire.dense(x)
-    if n == 1:
-        return _complete(x, async_op)
-    x = group.to_backend(x)
-    out = torch.empty_like(x)
-    finish = partial(group.to_members, out)
-    return _exchange(x, (), out, (), (n - 1) / n, group, finish, async_op)
+    member 0, and so on; ``received[i]`` rows come from member i, in order. Both empty: equal
+    numbers."""
+    return _exchange(x, sent, received, group, lambda out: out, async_op)
 
 
 def _exchange(
-    x: Tensor, sent: Sequence[int], out: Tensor, received: Sequence[int], share: float,
-    group: Group, finish: Callable[[], T], async_op: bool = False,
+    x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group,
+    finish: Callable[[Tensor], T], async_op: bool,
 ) -> Any:  # fmt: skip
-    """Sends ``sent[i]`` rows of x to the backend's member i, and receives ``received[i]`` rows of
-    ``out``; equal numbers if these are empty."""
+    """Exchanges rows as ``all_to_all_rows``, and returns ``finish`` of the result."""
+    x, n = wire.dense(x), group.size
+    if n == 1:
+        return _complete(finish(x), async_op)
+    even = len(x) // n
+    share = 1 - sent[group.index] / max(1, sum(sent)) if sent else (n - 1) / n
+    if not group.in_rank_order:
+        x = torch.cat(group.to_backend(x.split(list(sent) or even)))
+        sent, received = (group.to_backend(sizes) if sizes else () for sizes in (sent, received))
+    out = x.new_empty((sum(received) if received else len(x), *x.shape[1:]))
+
+    def end() -> T:
+        if group.in_rank_order:
+            return finish(out)
+        return finish(torch.cat(group.to_members(out.split(list(received) or even))))
+
     given, target = wire.sendable(x), wire.sendable(out)
     scale = 1 if given is x else x.itemsize * math.prod(x.shape[1:])
     sizes = [n * scale for n in received], [n * scale for n in sent]
     args = group.pg, target, given, *sizes, call_options("AllToAllOptions", async_op)
     go: Any = start if async_op else run
-    return go("all_to_all", group, x, share, all_to_all_single, args, finish)
+    return go("all_to_all", group, x, share, all_to_all_single, args, end)
 
 
 def broadcast(x: Tensor, src: int, group: Group) -> Tensor:
@@ -290,21 +274,3 @@ def broadcast(x: Tensor, src: int, group: Group) -> Tensor:
         buffer = torch.empty_like(x, memory_format=torch.contiguous_format)
     args = wire.sendable(buffer), group.ranks[src], group.pg
     return run("broadcast", group, buffer, float(mine), dist.broadcast, args, lambda: buffer)
-
-
-def scatter(pieces: Sequence[Tensor] | None, like: Tensor, src: int, group: Group) -> Tensor:
-    """Returns piece i of member ``src`` on member i; all have the shape and dtype of ``like``."""
-    mine = group.index == src
-    given = pieces if mine and pieces is not None else ()
-    if mine and len(given) != group.size:
-        count = "none" if pieces is None else len(pieces)
-        raise CommError(
-            f"scatter over {group!r} needs {group.size} pieces on its source, got {count}"
-        )
-    if group.size == 1:
-        return given[0].detach()
-    out = torch.empty_like(like, memory_format=torch.contiguous_format)
-    chunks = [wire.sendable(wire.dense(p)) for p in group.to_backend(given)] if mine else None
-    share = float(mine) * (group.size - 1)
-    args = wire.sendable(out), chunks, group.ranks[src], group.pg
-    return run("scatter", group, out, share, dist.scatter, args, lambda: out)

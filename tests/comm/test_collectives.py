@@ -45,10 +45,8 @@ def test_movement_is_in_mesh_order_in_every_dtype(ranks):
         assert equal(collectives.all_gather(x.t(), group)[1], every[1].t())
         assert equal(collectives.all_gather(x[0, 0], group), torch.stack([e[0, 0] for e in every]))
         assert equal(collectives.broadcast(x, 2, group), every[2])
-        got = collectives.scatter(every if i == 1 else None, x, 1, group)
-        assert equal(got, every[i])
         table = torch.stack([x[j % 2] for j in range(n)])
-        out = collectives.all_to_all_even(table, group)
+        out = collectives.all_to_all_rows(table, (), (), group)
         assert equal(out, torch.stack([e[i % 2] for e in every]))
 
 
@@ -136,7 +134,7 @@ def test_results_are_plain_and_inputs_stay():
     outs = [
         collectives.all_reduce(x, "sum", group), collectives.all_gather(x, group),
         collectives.broadcast(x, 0, group),
-        collectives.reduce_scatter(x, "avg", group), collectives.all_to_all_even(x, group),
+        collectives.reduce_scatter(x, "avg", group), collectives.all_to_all_rows(x, (), (), group),
         *collectives.all_to_all(list(x), [2, 2], group),
     ]  # fmt: skip
     for out in outs:
@@ -153,10 +151,9 @@ def test_a_group_of_one_needs_no_backend():
         assert torch.equal(collectives.all_gather(x, group), x[None])
         assert torch.equal(collectives.all_gather(x, group, (2, 3)), x.view(2, 3))
         assert torch.equal(collectives.reduce_scatter(x, "sum", group), x[0])
-        assert torch.equal(collectives.all_to_all_even(x, group), x)
+        assert torch.equal(collectives.all_to_all_rows(x, (), (), group), x)
         assert torch.equal(collectives.all_to_all([x], [6], group)[0], x[0])
         assert torch.equal(collectives.broadcast(x, 0, group), x)
-        assert torch.equal(collectives.scatter([x], x, 0, group), x)
         assert objects.gather_objects(7, group) == [7]
     assert len(log) == 0
 
@@ -172,7 +169,7 @@ def test_what_is_recorded():
         with record_comms() as inner:
             collectives.all_gather(x, tp)
         collectives.reduce_scatter(x, "sum", both)
-        collectives.all_to_all_even(x, both)
+        collectives.all_to_all_rows(x, (), (), both)
         collectives.all_to_all([x[0], x[1:3]], [8, 8] if tp.index == 0 else [16, 16], tp)
         collectives.broadcast(x, 0, tp)
     collectives.all_reduce(x, "sum", tp)  # outside: not recorded

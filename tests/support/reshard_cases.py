@@ -87,7 +87,7 @@ class Threads(World):
 
     def __init__(self, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(shape)
-        names = "all_gather", "all_reduce", "reduce_scatter", "all_to_all", "all_to_all_even"
+        names = "all_gather", "all_reduce", "reduce_scatter", "all_to_all", "all_to_all_rows"
         for name in names:
             monkeypatch.setattr(collectives, name, getattr(self, name))
         self.meshes = [self.mesh(place) for place in self.all]
@@ -123,7 +123,8 @@ class Threads(World):
         x = x.reshape(group.size, *(x.shape[1:] if shape is None else shape))
         return reduce(op, [part[group.index] for part in group.swap(x)])
 
-    def all_to_all_even(self, x: Tensor, group: Any) -> Tensor:
+    def all_to_all_rows(self, x: Tensor, sent: Any, received: Any, group: Any) -> Tensor:
+        assert not sent and not received  # equal numbers
         return torch.stack([part[group.index] for part in group.swap(x)])
 
     def all_to_all(
