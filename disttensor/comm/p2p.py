@@ -28,8 +28,7 @@ import torch
 import torch.distributed as dist
 
 from disttensor.comm import directions, failure_watch, log, send_queue
-from disttensor.comm.message_format import WireMessage, tag_with_size
-from disttensor.comm.pending_receives import PendingReceive, PostedMessage
+from disttensor.comm.messages import PendingReceive, PostedMessage, WireMessage, tag_with_size
 from disttensor.comm.process_group import backend_name, is_fake, world
 from disttensor.comm.send_queue import check_delivered, failed
 from disttensor.comm.send_queue import flush as flush

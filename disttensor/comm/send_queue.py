@@ -35,17 +35,9 @@ class SendQueue:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.changed, self.hurry = (threading.Condition(self.lock) for _ in range(2))
-        self.waiting: deque[_Entry] = deque()
-        self.batch: deque[_Entry] = (
-            deque()
-        )  # taken from ``waiting``; the thread waits for the first
+        self.open: deque[_Entry] = deque()  # not delivered; the thread waits for the first
         self.used = False
         self.hurried = 0  # callers that wait for delivery
-
-    @property
-    def open(self) -> int:
-        """The number of messages that are not delivered yet."""
-        return len(self.waiting) + len(self.batch)
 
     def put(self, work: Any, buffer: torch.Tensor, description: object) -> None:
         """Keeps a Work and its buffer until delivery. ``description``: of the message in errors;
@@ -56,25 +48,24 @@ class SendQueue:
             if not self.used:
                 self.used = True
                 threading.Thread(target=self._deliver, name="p2p send queue", daemon=True).start()
-            self.waiting.append((work, buffer, description, current_runtime()))
+            self.open.append((work, buffer, description, current_runtime()))
             self.changed.notify_all()
 
     def _deliver(self) -> None:
         while True:
             with self.lock:
-                self.changed.wait_for(lambda: self.waiting)
+                self.changed.wait_for(lambda: self.open)
                 self.hurry.wait_for(lambda: self.hurried, LINGER)
-                self.batch, self.waiting = self.waiting, deque()
-            while self.batch:
-                _wait_for(*self.batch[0])
+            for _ in range(len(self.open)):
+                _wait_for(*self.open[0])
                 with self.lock:
-                    self.batch.popleft()
+                    self.open.popleft()
                     self.changed.notify_all()
 
     def held(self) -> list[Any]:
         """Returns the descriptions of messages that may be undelivered."""
         with self.lock:
-            return [description for _, _, description, _ in (*self.batch, *self.waiting)]
+            return [description for _, _, description, _ in self.open]
 
     def flush(self, seconds: float | None) -> bool:
         """Waits until all messages are delivered. Returns False if some are not in time."""
@@ -82,7 +73,7 @@ class SendQueue:
             self.hurried += 1
             self.hurry.notify_all()
             try:
-                return self.changed.wait_for(lambda: self.open == 0, seconds)
+                return self.changed.wait_for(lambda: not self.open, seconds)
             finally:
                 self.hurried -= 1
 
@@ -119,8 +110,8 @@ def flush(seconds: float | None = None) -> None:
     """Waits until all messages of this rank are delivered. Raises CommError if one is not."""
     if not QUEUE.flush(seconds):
         raise CommError(
-            f"rank {world()[0]}: {QUEUE.open} messages were not taken within {seconds} s by the "
-            "ranks that they were sent to"
+            f"rank {world()[0]}: {len(QUEUE.open)} messages were not taken within {seconds} s by "
+            "the ranks that they were sent to"
         )
     check_delivered()
 

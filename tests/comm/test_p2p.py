@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import disttensor as dt
 from disttensor import runtime
-from disttensor.comm import message_format, p2p
+from disttensor.comm import messages, p2p
 from tests.support.pool import fake_world, on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,9 +121,7 @@ def test_a_message_is_recorded_once_by_its_sender():
 @on_ranks(2, timeout=120)
 def test_a_message_of_another_size_is_an_error_with_the_lines_of_both(room, sent, same):
     """With the same tag it comes into the room for another, and does not fill it."""
-    assert (
-        message_format.tag_with_size(0, 4 * room) == message_format.tag_with_size(0, 4 * sent)
-    ) == same
+    assert (messages.tag_with_size(0, 4 * room) == messages.tag_with_size(0, 4 * sent)) == same
     tag = p2p.next_tag()
     if dist.get_rank() == 0:
         p2p.send(torch.ones(sent), 1, tag, "a test")
@@ -241,7 +239,7 @@ def test_tags_wrap_within_an_int(monkeypatch):
 HEAD = """
 import sys, time, datetime, torch, torch.distributed as dist
 from disttensor.errors import CommError
-from disttensor.comm import message_format, p2p
+from disttensor.comm import messages, p2p
 rank = int(sys.argv[1])
 store = dist.TCPStore("127.0.0.1", int(sys.argv[2]), None, False)
 store.set(f"imported/{rank}", "")

@@ -56,7 +56,7 @@ def _under_way() -> int:
     ahead. A simulated message is delivered at once, where its program receives it."""
     queue = send_queue.QUEUE
     with queue.lock:
-        sent = sum(buffer.nbytes for _, buffer, *_ in (*queue.batch, *queue.waiting))
+        sent = sum(buffer.nbytes for _, buffer, *_ in queue.open)
     return sent + sum(
         pending.message.wire.nbytes for pending in runtime.current_runtime().early.values()
     )

@@ -1,11 +1,17 @@
-"""Waits for messages, and ends a wait for a message that was sent with another size, by an error.
+"""Messages over gloo: the bytes of a tensor, and behind them a word with their number. A wait for a
+message that was sent with another size ends with an error.
 
-Messages of different sizes have different tags (``message_format.py``), so the receiver would wait
-until the time limit. After some time the receiver's watcher thread (``failure_watch.py``) sends a
-request to the sender through the store. If the sender holds a message of this transfer, but of
-another size only, it posts that size, and sends a placeholder, which ends the wait. While messages
-arrive in time, no request is sent. After a failure of a rank (``lone_failure.py``), a sender
-without a message of this transfer ends the wait in the same way.
+gloo ends the process if a message is larger than the receiver's buffer, and reports nothing if it
+is smaller. So the tag contains the size too (``tag_with_size``): messages of different sizes mostly
+have different tags and never match. If the tags are equal, the end of the receiver's buffer shows
+that a smaller message has arrived.
+
+A receiver whose message has another tag would wait until the time limit. After some time its
+watcher thread (``failure_watch.py``) sends a request to the sender through the store. If the sender
+holds a message of this transfer, but of another size only, it posts that size, and sends a
+placeholder, which ends the wait. While messages arrive in time, no request is sent. After a failure
+of a rank (``lone_failure.py``), a sender without a message of this transfer ends the wait in the
+same way.
 """
 
 from __future__ import annotations
@@ -13,16 +19,55 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
+
+import torch
 
 from disttensor import callbacks
 from disttensor.comm import failure_watch, lone_failure, send_queue
-from disttensor.comm.message_format import WireMessage, placeholder, tag_with_size
 from disttensor.comm.process_group import read_key
 from disttensor.errors import MismatchError, user_line
 from disttensor.runtime import current_runtime, last_runtime
 
+Tensor = torch.Tensor
+
 PATIENCE = 1.0  # seconds
+_NOTHING = -1  # the word before a message has arrived
+_SIZES = 61  # size codes of a tag: above the bits of a transfer, below the bit of all our tags
+
+
+class WireMessage:
+    """The memory of a message of ``nbytes`` bytes and of the word behind them: ``wire``."""
+
+    __slots__ = ("nbytes", "wire")
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.wire = torch.empty((nbytes + 7) // 8 + 1, dtype=torch.int64, device="cpu")
+        self.wire[-1] = _NOTHING
+
+    @classmethod
+    def copy_of(cls, x: Tensor) -> WireMessage:
+        """Returns a message with a copy of ``x``, since the memory of ``x`` may be written before
+        the message has been sent."""
+        message = cls(x.nbytes)
+        message.content(x.shape, x.dtype).copy_(x.detach())
+        message.wire[-1] = x.nbytes
+        return message
+
+    def content(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Returns the bytes as a tensor, whose base is not ``wire``."""
+        return self.wire.view(torch.uint8)[: self.nbytes].view(dtype).view(shape).detach()
+
+    @property
+    def has_arrived(self) -> bool:
+        """Returns True if a message of the expected size has arrived."""
+        return int(self.wire[-1]) == self.nbytes
+
+
+def tag_with_size(tag: int, nbytes: int) -> int:
+    return tag | nbytes % _SIZES << 24
 
 
 class PostedMessage(NamedTuple):
@@ -108,7 +153,8 @@ def _answer(watcher: failure_watch.Watcher) -> None:
             if held:
                 text = f"{sent.nbytes} bytes were sent at {sent.line}"
                 watcher.store.set(f"sent/{peer}/{tag}", text)
-            wire, group = placeholder(), last_runtime().default
+            # smaller than every other message, so it ends the wait
+            wire, group = torch.zeros(1, dtype=torch.uint8, device="cpu"), last_runtime().default
             with contextlib.suppress(RuntimeError):  # the peer is gone, which other checks report
                 work = group.send([wire], peer, tag_with_size(tag, nbytes))
                 send_queue.QUEUE.put(work, wire, sent._replace(nbytes=nbytes))
