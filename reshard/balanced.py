@@ -115,7 +115,7 @@ def _exchanged(x: Tensor, spec: DistSpec, axis: int, to_balanced: bool) -> Tenso
     have, want = (even, uneven) if to_balanced else (uneven, even)
 
     def exchange(pieces: Sequence[Tensor], numels: Sequence[int]) -> Any:
-        return collectives.all_to_all(pieces, numels, group, async_op=True)
+        return collectives.start_async(collectives.all_to_all, pieces, numels, group)
 
     rows = x.movedim(dim, 0)
     flat = rows.reshape(len(rows), math.prod(rows.shape[1:]))

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from disttensor.cache import clear_decisions
+from disttensor.comm.collectives import start_async
 from disttensor.comm.work import Work, finished
 from disttensor.core.placement import Partial, Placement, Replicate, Shard
 from disttensor.core.spec import DistSpec
@@ -51,7 +52,7 @@ class How(NamedTuple):
     copies: bool = False
 
     def run(self, collective: Callable[..., Any], *args: Any) -> Any:
-        return collective(*args, async_op=True) if self.async_op else collective(*args)
+        return start_async(collective, *args) if self.async_op else collective(*args)
 
 
 NOW = How()

@@ -4,8 +4,9 @@ All take and return regular tensors, and take a ``Group``. Members are numbered 
 order of ``Group.ranks``), whatever order the backend uses. Groups of one rank return at once. Each
 call can be recorded (``record_comms``) and, in debug mode, is first compared between ranks.
 
-With ``async_op`` a collective returns a Work, whose ``wait`` returns the result. Start asynchronous
-collectives on a group of their own purpose (see ``new_group``), in the same order on all members.
+With ``async_op`` a collective returns a Work, whose ``wait`` returns the result; ``start_async`` is
+the same with types. Start asynchronous collectives on a group of their own purpose (see
+``new_group``), in the same order on all members.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,14 @@ from disttensor.observe import observers
 from disttensor.torch_private import all_gather_single, all_to_all_single, reduce_scatter_single
 
 Tensor = torch.Tensor
+P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def start_async(collective: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Work[T]:
+    """Starts a collective of this module, and returns its Work."""
+    begin: Any = collective
+    return begin(*args, async_op=True, **kwargs)
 
 
 def _decode_sum(total: Tensor, decode: Any, into: Tensor | None, after: float = 1.0) -> Tensor:
@@ -49,17 +57,9 @@ def _complete(result: Any, async_op: bool) -> Any:
     return finished(result) if async_op else result
 
 
-@overload
-def all_reduce(
-    x: Tensor, op: str, group: Group, *, inplace: bool = ..., async_op: Literal[False] = ...
-) -> Tensor: ...
-@overload
-def all_reduce(
-    x: Tensor, op: str, group: Group, *, inplace: bool = ..., async_op: Literal[True]
-) -> Work[Tensor]: ...
 def all_reduce(
     x: Tensor, op: str, group: Group, *, inplace: bool = False, async_op: bool = False
-) -> Any:
+) -> Tensor:
     """Reduces x elementwise with ``op`` over all members: to a new tensor, or ``inplace``."""
     n = len(group.ranks)
     seen = observers or compare_collectives.enabled
@@ -100,20 +100,10 @@ def _sum(x: Tensor, group: Group) -> Tensor:
     return total
 
 
-@overload
-def all_gather(
-    x: Tensor, group: Group, shape: Sequence[int] | None = ..., *, out: Tensor | None = ...,
-    async_op: Literal[False] = ...,
-) -> Tensor: ...  # fmt: skip
-@overload
-def all_gather(
-    x: Tensor, group: Group, shape: Sequence[int] | None = ..., *, out: Tensor | None = ...,
-    async_op: Literal[True],
-) -> Work[Tensor]: ...  # fmt: skip
 def all_gather(
     x: Tensor, group: Group, shape: Sequence[int] | None = None, *, out: Tensor | None = None,
     async_op: bool = False,
-) -> Any:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """Returns each member's x in mesh order: [n, *x.shape], or viewed as ``shape``, or in ``out``.
     All members have the same shape."""
     n = group.size
@@ -139,20 +129,10 @@ def all_gather(
     return go("all_gather", group, x, n - 1, all_gather_single, args, finish)
 
 
-@overload
-def reduce_scatter(
-    x: Tensor, op: str, group: Group, shape: Sequence[int] | None = ..., *,
-    out: Tensor | None = ..., async_op: Literal[False] = ...,
-) -> Tensor: ...  # fmt: skip
-@overload
-def reduce_scatter(
-    x: Tensor, op: str, group: Group, shape: Sequence[int] | None = ..., *,
-    out: Tensor | None = ..., async_op: Literal[True],
-) -> Work[Tensor]: ...  # fmt: skip
 def reduce_scatter(
     x: Tensor, op: str, group: Group, shape: Sequence[int] | None = None, *,
     out: Tensor | None = None, async_op: bool = False,
-) -> Any:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """Reduces [n, *s] to [*s]: member i gets the ``op`` over all members' x[i].
 
     ``shape``, or the shape of ``out``, replaces s; x is then any tensor whose n equal parts in
@@ -196,18 +176,9 @@ def reduce_scatter(
     return go("reduce_scatter", group, buffer, share, fn, args, finish, op)
 
 
-@overload
-def all_to_all(
-    pieces: Sequence[Tensor], numels: Sequence[int], group: Group, *,
-    async_op: Literal[False] = ...,
-) -> list[Tensor]: ...  # fmt: skip
-@overload
-def all_to_all(
-    pieces: Sequence[Tensor], numels: Sequence[int], group: Group, *, async_op: Literal[True]
-) -> Work[list[Tensor]]: ...
 def all_to_all(
     pieces: Sequence[Tensor], numels: Sequence[int], group: Group, *, async_op: bool = False
-) -> Any:
+) -> list[Tensor]:
     """Sends ``pieces[i]`` to member i. Returns the pieces received from each member, flat, of
     ``numels[i]`` elements."""
     full = [p for p in pieces if p.numel()]
@@ -216,19 +187,9 @@ def all_to_all(
     return _exchange(flat, sent, numels, group, lambda out: list(out.split(list(numels))), async_op)
 
 
-@overload
-def all_to_all_rows(
-    x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group, *,
-    async_op: Literal[False] = ...,
-) -> Tensor: ...  # fmt: skip
-@overload
-def all_to_all_rows(
-    x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group, *,
-    async_op: Literal[True],
-) -> Work[Tensor]: ...  # fmt: skip
 def all_to_all_rows(
     x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group, *, async_op: bool = False
-) -> Any:
+) -> Tensor:
     """Exchanges rows, [sum(sent), *s] to [sum(received), *s]: the first ``sent[0]`` rows go to
     member 0, and so on; ``received[i]`` rows come from member i, in order. Both empty: equal
     numbers."""

@@ -68,7 +68,7 @@ class MeshCollectives:
         group = self._group(axes)
         if group is None:
             return finished([pieces[0].reshape(-1)])
-        return collectives.all_to_all(pieces, numels, group, async_op=True)
+        return collectives.start_async(collectives.all_to_all, pieces, numels, group)
 
     def exchange_rows(
         self, rows: Tensor, sent: Sequence[int], received: Sequence[int], axes: Axes

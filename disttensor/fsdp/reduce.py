@@ -23,6 +23,7 @@ import torch
 
 from disttensor.comm import collectives, objects
 from disttensor.comm.buffers import constants
+from disttensor.comm.collectives import start_async
 from disttensor.comm.sums import BucketSlot, start_sums
 from disttensor.comm.wire import factors
 from disttensor.comm.work import Work, finished
@@ -173,7 +174,7 @@ class _ReduceBucket:
                     pieces[i].add_(earlier, alpha=self.prescale)
                     counts[i] += 1
                     self.present[i] = 1.0
-            yield collectives.all_reduce(row, "sum", self.replicas, inplace=True, async_op=True)
+            yield start_async(collectives.all_reduce, row, "sum", self.replicas, inplace=True)
             rest = ()
         if self.postscale != 1:
             pieces = [
@@ -198,7 +199,7 @@ def _reduce_scatter(
             block.mul_(bucket.prescale)
     row = wire.new_empty(wire.shape[1])
     group = mesh.group((axis,), "reduce")
-    work = collectives.reduce_scatter(wire.view(-1), "sum", group, out=row, async_op=True)
+    work = start_async(collectives.reduce_scatter, wire.view(-1), "sum", group, out=row)
     del wire, block
     yield work
     steps = [b.reduce_replicas(r) for b, r in zip(buckets, row.split(widths), strict=True)]
