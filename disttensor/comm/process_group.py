@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -101,6 +102,20 @@ def join_world(
     rank, size = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if there else (0, 1)
     store = _join_store(rank, size, timeout) if there else dist.HashStore()
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+
+
+@contextmanager
+def environment_set(values: Mapping[str, str | None]) -> Iterator[None]:
+    """Sets variables of the environment within the block, and removes variables for None."""
+    before = {name: os.environ.pop(name, None) for name in values}
+    try:
+        os.environ.update({name: value for name, value in values.items() if value is not None})
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def keeps_store() -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from disttensor.checks import check_type
-from disttensor.comm.process_group import join_world, world
+from disttensor.comm.process_group import environment_set, join_world, world
 from disttensor.core.mesh import check_device_type
 from disttensor.patches.imports import Undo, once_imported
 from disttensor.torch_private import hide_world
@@ -85,7 +85,8 @@ def one_process(device_type: str | None = None) -> Iterator[Process]:
     first = world()[0] == 0
     with ExitStack() as around:
         around.enter_context(hide_world())
-        around.enter_context(_environment({} if first else {"WANDB_MODE": "disabled"}))
+        quiet = {} if first else {"WANDB_MODE": "disabled"}
+        around.enter_context(environment_set(dict.fromkeys(LAUNCHERS) | quiet))
         around.callback(once_imported("accelerate.state", partial(_accelerate, first)))
         if not first:
             around.callback(logging.disable, logging.root.manager.disable)
@@ -101,19 +102,6 @@ def _see_own_device() -> None:
     if not torch.cuda.is_initialized() and (number < len(seen) or not seen):
         os.environ["CUDA_VISIBLE_DEVICES"] = seen[number] if seen else str(number)
         os.environ["LOCAL_RANK"] = "0"
-
-
-@contextmanager
-def _environment(added: dict[str, str]) -> Iterator[None]:
-    names = (*LAUNCHERS, *added)
-    before = {name: os.environ.pop(name) for name in names if name in os.environ}
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for name in names:
-            os.environ.pop(name, None)
-        os.environ.update(before)
 
 
 def _accelerate(first: bool, state: Any) -> Undo:

@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -155,20 +155,6 @@ class Children:
         for rank, process in self.processes.items():
             process.join(60.0)
             self.connections[rank].close()
-
-
-@contextlib.contextmanager
-def environment_set(values: dict[str, str]) -> Iterator[None]:
-    """Sets variables of the environment within the block."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
 
 
 def check_alone(who: str) -> None:

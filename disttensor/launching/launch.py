@@ -21,7 +21,8 @@ from disttensor.checks import (
     check_positive,
     check_sequence,
 )
-from disttensor.launching.children import Children, Forked, check_alone, environment_set
+from disttensor.comm.process_group import environment_set
+from disttensor.launching.children import Children, Forked, check_alone
 from disttensor.launching.rank import run_rank
 
 

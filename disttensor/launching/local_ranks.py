@@ -23,9 +23,9 @@ import torch
 from disttensor.checks import argument_error, check_int
 from disttensor.comm import failure_watch
 from disttensor.comm.groups import Group
-from disttensor.comm.process_group import join_world
+from disttensor.comm.process_group import environment_set, join_world
 from disttensor.errors import CommError, DistTensorError
-from disttensor.launching.children import GRACE, Children, Forked, check_alone, environment_set
+from disttensor.launching.children import GRACE, Children, Forked, check_alone
 from disttensor.launching.rank import Lines, become_rank, end_rank, environment, leave_world
 from disttensor.observe import Observer
 from disttensor.runtime import current_runtime
