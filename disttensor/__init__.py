@@ -44,7 +44,7 @@ with _versions.importing():
     from disttensor.nn import tensor_parallel_plans as plans  # noqa: F401
     from disttensor.nn.shard_module import shard_module
     from disttensor.checkpoint.checkpointer import Checkpointer
-    from disttensor.fsdp.accumulation import accumulate
+    from disttensor.fsdp.contexts import accumulate
     from disttensor.fsdp.fully_shard import shard_data_parallel
     from disttensor.fsdp.torch_names import fully_shard, replicate
     from disttensor.parallel.strategy import Strategy

@@ -131,7 +131,8 @@ class Reader(FileSystemReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
-            by_file.setdefault(self._info(item).relative_path, []).append(item)
+            file_name = self.storage_data[item.storage_index].relative_path
+            by_file.setdefault(file_name, []).append(item)
         with bar("loading", len(plan.items), "pieces") as advance:
             for name, items in by_file.items():
                 with open(Path(self.path, name), "rb") as file:
@@ -145,13 +146,10 @@ class Reader(FileSystemReader):
                             memory.madvise(mmap.MADV_DONTNEED)
                         advance()
 
-    def _info(self, item: ReadItem) -> Any:
-        return self.storage_data[item.storage_index]
-
     def _saved(self, item: ReadItem, file: Any, memory: mmap.mmap) -> torch.Tensor:
         """Returns the tensor as a view of the file, in which ``torch.save`` has written its bytes
         uncompressed, as a record of an archive."""
-        index, info = item.storage_index, self._info(item)
+        index, info = item.storage_index, self.storage_data[item.storage_index]
         dtype, shape = self.pieces[index.fqn, index.offset]
         if not shape.numel():
             return torch.empty(shape, dtype=dtype)

@@ -60,11 +60,6 @@ class WireMessage:
         """Returns the bytes as a tensor, whose base is not ``wire``."""
         return self.wire.view(torch.uint8)[: self.nbytes].view(dtype).view(shape).detach()
 
-    @property
-    def has_arrived(self) -> bool:
-        """Returns True if a message of the expected size has arrived."""
-        return int(self.wire[-1]) == self.nbytes
-
 
 def tag_with_size(tag: int, nbytes: int) -> int:
     return tag | nbytes % _SIZES << 24
@@ -101,7 +96,7 @@ class PendingReceive:
             self.work.wait()
         finally:
             _waiting.remove(self)
-        if not self.message.has_arrived:
+        if int(self.message.wire[-1]) != self.message.nbytes:  # a smaller one has arrived
             raise self._error()
 
     def is_completed(self) -> bool:

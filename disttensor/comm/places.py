@@ -55,9 +55,6 @@ class GradBucket:
         """Returns True if only the bucket holds tensor i."""
         return users(self.tensors, i) == FREE
 
-    def fits(self, shapes: Sequence[torch.Size], sizes: Sequence[int], dtype: torch.dtype) -> bool:
-        return self.shapes == shapes and self.sizes == sizes and self.dtype is dtype
-
 
 class GradMemory:
     """Tensor ``index`` of ``bucket``; None: the tensor has no place, or none yet."""
@@ -98,7 +95,7 @@ def grad_bucket_of(
     bucket = places[0].bucket
     if (
         bucket is None
-        or not bucket.fits(shapes, sizes, dtype)
+        or (bucket.shapes, bucket.sizes, bucket.dtype) != (shapes, sizes, dtype)
         or any(place.bucket is not bucket or place.index != i for i, place in enumerate(places))
     ):
         bucket = GradBucket(shapes, sizes, like, dtype)

@@ -52,15 +52,12 @@ def create_groups(
             )
         if len(ranks) > 1:  # the same ranks may have several names: one is enough
             names[key] = min(tuple(axes), names.get(key, tuple(axes)))
-    if size == 1:
-        return
-    if is_fake():  # there are no other ranks
-        for (members, purpose), axes in sorted(
-            item for item in names.items() if rank in item[0][0]
-        ):
-            process_group(members, axes, purpose)
-        return
     wanted = [_Wanted(*key, axes) for key, axes in sorted(names.items())]
+    if size == 1 or is_fake():  # there are no other ranks
+        for g in wanted:
+            if rank in g.members:
+                process_group(g.members, g.axes, g.purpose)
+        return
     now = current_runtime()
     usual = timeout_of(now.default)
     timeout = timeout or (usual.total_seconds() if usual else 600.0)

@@ -53,9 +53,13 @@ def start_sums(
     for i in range(len(pieces)):
         if large[i]:
             if not _is_free(pieces, i, dtype, held, is_grad):
-                pieces[i] = _copy(pieces[i], dtype)
+                pieces[i] = (
+                    pieces[i].detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
+                )
             works.append(
-                collectives.all_reduce(pieces[i], "sum", group, inplace=True, async_op=True)
+                collectives.start_async(
+                    collectives.all_reduce, pieces[i], "sum", group, inplace=True
+                )
             )
     rest = [i for i in range(len(pieces)) if not large[i]]
     if rest and (not places or rest[0] >= len(places) or dispatch_modes()):
@@ -91,7 +95,7 @@ def _sum_in_places(
         torch._foreach_copy_(
             [bucket.tensors[k] for k in away], [pieces[rest[k]].detach() for k in away]
         )
-    work = collectives.all_reduce(bucket.flat, "sum", group, inplace=True, async_op=True)
+    work = collectives.start_async(collectives.all_reduce, bucket.flat, "sum", group, inplace=True)
     for i, tensor in zip(rest, bucket.tensors, strict=True):
         pieces[i] = tensor
     if not bucket.copied:
@@ -117,12 +121,7 @@ def _sum_in_new_memory(
     torch._foreach_copy_(views, [pieces[i].detach() for i in rest])
     for i, view in zip(rest, views, strict=True):
         pieces[i] = view
-    return collectives.all_reduce(flat, "sum", group, inplace=True, async_op=True)
-
-
-def _copy(piece: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a dense copy that only the caller holds."""
-    return piece.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
+    return collectives.start_async(collectives.all_reduce, flat, "sum", group, inplace=True)
 
 
 def _is_free(pieces: list[Tensor], i: int, dtype: torch.dtype, held: int, is_grad: bool) -> bool:

@@ -4,7 +4,7 @@ freed after it, and their gradients reduced.
 ``disttensor.parallel`` combines it with other parallelisms.
 """
 
+from disttensor.fsdp.contexts import unshard
 from disttensor.fsdp.segment_policy import SegmentByAnchors, SegmentBySize
-from disttensor.fsdp.unshard import unshard
 
 __all__ = ["SegmentByAnchors", "SegmentBySize", "unshard"]

@@ -16,7 +16,7 @@ from disttensor.comm.groups import Group
 from disttensor.comm.work import Work, finished
 from disttensor.fsdp.bucket import BucketLayout
 from disttensor.fsdp.param import FSDPParam
-from disttensor.tensor.versions import version
+from disttensor.tensor.versions import counts_twice, version
 from disttensor.torch_private import set_versions
 
 Tensor = torch.Tensor
@@ -55,7 +55,9 @@ class AllGatherBuffer:
         return self._gathered_versions == self._versions() and not self._is_written_unseen()
 
     def _is_written_unseen(self) -> bool:
-        return any(p.is_written_unseen() for p in self.params)
+        """Returns True if writes to a parameter may not be counted: after ``p.data = y``, a write
+        to y."""
+        return any(counts_twice(p.sharded_param.local) for p in self.params)
 
     def _versions(self) -> list[tuple[int, int]]:
         return [p.version() for p in self.params]
@@ -70,7 +72,7 @@ class AllGatherBuffer:
         out = row
         if self.group is not None:
             out = buffers.empty(self.layout.n * self.layout.total, row.dtype, row.device)
-            work = collectives.all_gather(row, self.group, out=out, async_op=True)
+            work = collectives.start_async(collectives.all_gather, row, self.group, out=out)
         self._arriving = work, out, self._versions()
 
     def finish(self) -> None:

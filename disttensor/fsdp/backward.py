@@ -61,11 +61,6 @@ class ReduceOrder:
         """Counts a forward of the segment that the backward will enter and leave."""
         self.planned[segment].to_leave += 1
 
-    def free_recomputed(self, segment: Segment) -> None:
-        """Frees the segment after a recomputed forward, unless the backward has entered it."""
-        if segment not in self.entered:
-            segment.free()
-
     def begin(self, segment: Segment) -> None:
         if segment not in self.entered:
             self.entered[segment] = self.planned[segment]
@@ -122,10 +117,6 @@ class ReduceOrder:
             self._resume()
         for steps in self.reduce(segment):
             self._advance(steps)
-
-    def is_done_with(self, segment: Segment) -> bool:
-        """Returns True if all nodes that need the parameters of the segment have run."""
-        return not self.planned[segment].to_leave
 
     def in_order(self) -> list[Segment]:
         """Returns the entered segments in the order that all ranks share."""

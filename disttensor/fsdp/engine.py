@@ -10,8 +10,8 @@ The order of the last forward predicts the next segment.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -26,7 +26,6 @@ from disttensor.autograd.joined_backward import run_after_backward, run_after_fa
 from disttensor.autograd.split_backward import compute_weight_now
 from disttensor.comm import buffers
 from disttensor.comm.places import GradMemory
-from disttensor.fsdp.accumulation import Accumulation
 from disttensor.fsdp.backward import ReduceOrder
 from disttensor.fsdp.graph_hooks import SegmentForward, before_node, follow, forget
 from disttensor.fsdp.on_stack import calls_on_stack
@@ -43,6 +42,7 @@ from disttensor.torch_private import current_backward
 
 Tensor = torch.Tensor
 
+ENGINE = "_data_parallel"  # the attribute of a module that holds its Engine
 _ENGINES: list[weakref.ref[Engine]] = []  # in order of creation, which all ranks share
 
 
@@ -66,7 +66,7 @@ class Engine:
         self.backward: ReduceOrder | None = None
         self.held: set[Segment] = set()  # not freed before the backward ends
         self.param_ids = {id(p.sharded_param) for s in self.segments for p in s.params}
-        self.accumulation = Accumulation(partial(self._reduce, ONLY))
+        self.deferred: set[Segment] = set()  # gradients wait for the last micro-batch
         _ENGINES.append(weakref.ref(self))
         if _follow_start not in callbacks.before_start:  # only now: it slows each backward
             callbacks.before_start.append(_follow_start)
@@ -87,7 +87,8 @@ class Engine:
             for module in segment.modules:
                 is_read = is_borrowed(segment.copied, module)
                 if is_read:
-                    module.register_forward_pre_hook(partial(self._prepare, segment), prepend=True)
+                    begin = partial(self._begin_forward, segment)
+                    module.register_forward_pre_hook(begin, prepend=True)
                 module.register_forward_pre_hook(partial(self._module_begins, segment, is_read))
                 module.register_forward_hook(partial(self._module_ends, segment), always_call=True)
         for segment in self.off_mesh:
@@ -150,23 +151,27 @@ class Engine:
         if segment.forward.running and not self.calls and not is_recompute:
             self._drop_forwards(module)
         if not is_read:
-            self._show(segment, is_recompute)
-            self._begin_forward(segment, module)
+            self._begin_forward(segment, module, args)
         if not is_recompute and torch.is_grad_enabled():
             segment.forward.is_open = True
 
     @outside_user_modes
-    def _prepare(self, segment: Segment, module: nn.Module, args: Any) -> None:
-        """Begins the forward before the hooks that bring parameters to the mesh of another stage,
-        because these parameters must be unsharded. The forwards of a segment end at different times
-        on different ranks, also while this module waits for its arguments, because schedules switch
-        micro-batches."""
-        self._show(segment, current_backward() != -1)
-        self._begin_forward(segment, module)
-
-    def _begin_forward(self, segment: Segment, module: nn.Module) -> None:
+    def _begin_forward(self, segment: Segment, module: nn.Module, args: Any) -> None:
+        """Gathers and shows the segment. Hooks that bring parameters to the mesh of another stage
+        run later, because these parameters must be unsharded. The forwards of a segment end at
+        different times on different ranks, also while this module waits for its arguments, because
+        schedules switch micro-batches."""
+        if not segment.is_visible:
+            is_recompute = current_backward() != -1
+            if not is_recompute and segment.epoch != self.epoch:
+                segment.epoch, segment.position = self.epoch, len(self.order)
+                self.order.append(segment)
+            segment.finish_gather()
+            segment.show_params()
+            if not is_recompute:
+                self._prefetch(segment, self.last_order)
         segment.forward.begin(module)
-        callbacks.recompute_contexts[segment] = partial(self._show_again, segment)
+        callbacks.recompute_contexts[segment] = lambda: nullcontext(self._show_again(segment))
 
     def _drop_forwards(self, begins: nn.Module | None = None) -> None:
         """Ends the forwards whose end hooks were not called, unless other forwards than the one
@@ -181,15 +186,6 @@ class Engine:
             if segment.is_visible:
                 segment.free()
 
-    def _show(self, segment: Segment, is_recompute: bool) -> None:
-        if not segment.is_visible:
-            if not is_recompute:
-                self._note_position(segment)
-            segment.finish_gather()
-            segment.show_params()
-            if not is_recompute:
-                self._prefetch(segment, self.last_order)
-
     @outside_user_modes
     def _module_ends(self, segment: Segment, module: nn.Module, args: Any, output: Any) -> Any:
         forward = segment.forward
@@ -200,9 +196,10 @@ class Engine:
         if current_backward() != -1:
             if torch.is_grad_enabled() and self._hold(segment):
                 return None
-            freed = segment.free_after_forward and segment not in self.held
-            if freed and not forward.running and self.backward is not None:
-                self.backward.free_recomputed(segment)
+            used = forward.running or segment in self.held
+            entered = self.backward is None or segment in self.backward.entered
+            if segment.free_after_forward and not used and not entered:
+                segment.free()
             return None
         outputs = find_tensors(output, attributes=True)
         copied = any(map(segment.shares_memory, outputs))
@@ -212,7 +209,7 @@ class Engine:
             )
             outputs = find_tensors(output, attributes=True)
         forward.ran.add(module)
-        for x in outputs if segment.is_freed else ():
+        for x in outputs if segment.buffers and not segment.persist else ():
             if isinstance(x, DistTensor):  # its aliases must not be made from freed memory
                 set_origin(x, None)
         if forward.is_over(segment.modules, self.calls > 0):
@@ -256,11 +253,6 @@ class Engine:
                     segment.free()  # prefetched, and not used
                 elif segment.persist:
                     self._hook_leaves(segment)  # a shared parameter may have a new use
-
-    def _note_position(self, segment: Segment) -> None:
-        if segment.epoch != self.epoch:
-            segment.epoch, segment.position = self.epoch, len(self.order)
-            self.order.append(segment)
 
     def _prefetch(self, segment: Segment, order: list[Segment]) -> None:
         """Starts to gather the segments that follow this one in ``order``."""
@@ -337,16 +329,11 @@ class Engine:
                 order = [segment, *[s for s in order if s is not segment]]
             self._prefetch(segment, order)
 
-    @contextmanager
-    def _show_again(self, segment: Segment) -> Iterator[None]:
-        """Gathers and shows the segment while a region inside its modules is recomputed. The
+    @outside_user_modes
+    def _show_again(self, segment: Segment) -> None:
+        """Gathers and shows the segment before a region inside its modules is recomputed. The
         backward may not have entered the segment, whose results are on another stage. The end of
         the backward hides it."""
-        self._show_for_recompute(segment)
-        yield
-
-    @outside_user_modes
-    def _show_for_recompute(self, segment: Segment) -> None:
         self._current_backward()
         self._hold(segment)
         segment.finish_gather()
@@ -369,13 +356,9 @@ class Engine:
         backward = self._current_backward()
         held = segment in self.held
         backward.leave(segment, launch=not held)
-        if segment.is_visible and not segment.busy and not held and backward.is_done_with(segment):
+        is_over = not backward.planned[segment].to_leave  # all nodes that need it have run
+        if segment.is_visible and not segment.busy and not held and is_over:
             segment.free()
-
-    def _record_gradient(self, segment: Segment, leaf: int) -> None:
-        for o in observers:
-            o.accumulate_grad(segment.params)
-        self._current_backward().record_gradient(segment, leaf)
 
     def _reduce(self, context: BackwardContext | None, segment: Segment) -> list[Reduction]:
         if context is None or (context.reduce != "scatter" and not context.is_last):
@@ -396,9 +379,20 @@ class Engine:
             if context is not RETURNED:
                 for segment in backward.in_order() if backward.keeps_graph else ():
                     accumulate_in_graph(segment.params, last=context.is_last)
-                self.accumulation.after(backward, context)
+                self._defer(backward, context)
         finally:
             self._end(backward)
+
+    def _defer(self, backward: ReduceOrder, context: BackwardContext) -> None:
+        """Defers the reduction of entered segments to the last micro-batch. Micro-batches may reach
+        different parameters: the last backward may not enter all deferred segments."""
+        if context.is_last:
+            self.deferred.difference_update(backward.entered)
+            return
+        self.deferred.update(backward.entered)
+        for param in [p for s in backward.entered for p in s.copied]:
+            if param.collects:
+                param.collect()
 
     def _end(self, backward: ReduceOrder) -> None:
         self.backward = None
@@ -410,8 +404,13 @@ class Engine:
 
     @outside_user_modes
     def flush(self) -> None:
-        """Reduces the gradients that wait for the last backward of an accumulation."""
-        self.accumulation.flush()
+        """Reduces the deferred segments, in one order on all ranks, when an accumulation ends or
+        gradients are about to be read."""
+        for segment in sorted(self.deferred, key=lambda s: s.index):
+            for steps in self._reduce(ONLY, segment):
+                for work in steps:
+                    work.wait()
+            self.deferred.discard(segment)
 
     def run_hooks(self) -> None:
         params = [p for s in self.segments for p in s.params]
@@ -440,7 +439,9 @@ def _record_gradient(
         memory.adopt_grad(leaf)
     owner, of = engine(), segment()
     if owner is not None and of is not None:
-        owner._record_gradient(of, number)
+        for o in observers:
+            o.accumulate_grad(of.params)
+        owner._current_backward().record_gradient(of, number)
 
 
 # For all engines: called before gradients are read or dropped -------------------------------------
@@ -454,7 +455,7 @@ def engines() -> list[Engine]:
 def flush(params: Sequence[Any]) -> None:
     """Reduces the deferred gradients of ``params`` before they are read."""
     for engine in engines():
-        if engine.accumulation.deferred and not engine.param_ids.isdisjoint(map(id, params)):
+        if engine.deferred and not engine.param_ids.isdisjoint(map(id, params)):
             engine.flush()
             engine.run_hooks()
 

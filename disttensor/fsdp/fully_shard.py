@@ -11,21 +11,14 @@ from torch import nn
 from disttensor.checks import check_bool
 from disttensor.core.mesh import ProcessMesh, as_mesh
 from disttensor.core.placement import Shard
-from disttensor.fsdp.accumulation import ENGINE
-from disttensor.fsdp.engine import Engine
+from disttensor.fsdp.engine import ENGINE, Engine
 from disttensor.fsdp.mixed_precision import Policies, Policy, check_dtypes
+from disttensor.fsdp.module_tree import SegmentSpec
 from disttensor.fsdp.param import FSDPParam
-from disttensor.fsdp.replicas import broadcast_replicas, replicas_of
 from disttensor.fsdp.segment import Segment
 from disttensor.fsdp.segment_policy import SegmentBySize, Segments
 from disttensor.fsdp.shard_arguments import check_arguments, check_ignored, shard_dims
-from disttensor.fsdp.shard_params import (
-    join_meshes,
-    meshes_of,
-    place_params,
-    shard_params,
-    split_by,
-)
+from disttensor.fsdp.shard_params import join_meshes, meshes_of, shard_params, split_by
 from disttensor.nn.parameters import Slot, slots
 from disttensor.nn.shard_module import check_module
 
@@ -118,12 +111,7 @@ def shard_data_parallel(
     names = {id(p): name for name, p in module.named_parameters()}
     owned = [p for p in module.parameters() if id(p) not in ignored]
     split = {names[id(p)] for p in owned if split_by(p, shard_axis, mesh)}
-    if mesh is not None:
-        place_params(module, mesh, shard_axis, ignored, dims)
-    before = [slot for slot in slots(module) if id(slot.value) not in ignored]
-    meshes = meshes_of(module, mesh, ignored)
-    broadcast_replicas(t for s in before for t in replicas_of(s.value, meshes))
-    sharded = shard_params(module, before, shard_axis, dims)
+    sharded = shard_params(module, mesh, shard_axis, ignored, dims)
     places: dict[int, list[Slot]] = {}
     for slot in slots(module):
         places.setdefault(id(slot.value), []).append(slot)
@@ -138,20 +126,18 @@ def shard_data_parallel(
         dtype = (p.dtype.is_floating_point and policy.param_dtype) or p.dtype
         return FSDPParam(name, p, places[id(p)], axis, dtype, policy.reduce_dtype or dtype)
 
-    segments_here = []
-    for spec in specs:
+    def segment_of(spec: SegmentSpec) -> Segment:
         # A backward can enter a module that several stages run in at any of its nodes, so there is
         # no point at which to gather.
         persist = stage < 3 or any(len(meshes_of(m, None, ignored)) > 1 for m in spec.modules)
         brief = not persist and reshard_after_forward
-        segments_here.append(
-            Segment(
-                spec.name, spec.modules, [param_of(value) for value in spec.params],
-                persist=persist, free_after_forward=brief and module not in spec.modules,
-                is_brief=brief,
-            )
+        return Segment(
+            spec.name, spec.modules, [param_of(value) for value in spec.params], persist=persist,
+            free_after_forward=brief and module not in spec.modules, is_brief=brief,
         )  # fmt: skip
-    engine = module.__dict__[ENGINE] = Engine(segments_here, scatter=stage > 1, prefetch=prefetch)
+
+    made = [segment_of(spec) for spec in specs]
+    engine = module.__dict__[ENGINE] = Engine(made, scatter=stage > 1, prefetch=prefetch)
     engine.add_hooks(module)
     policies.add_hooks(m for spec in specs for m in spec.modules)
     return module

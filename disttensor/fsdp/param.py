@@ -34,7 +34,7 @@ from disttensor.tensor.grad_slot import (
 )
 from disttensor.tensor.reshard import resharded
 from disttensor.tensor.uses import count_leaves, leaves_of
-from disttensor.tensor.versions import counts_twice, version
+from disttensor.tensor.versions import version
 from disttensor.torch_private import current_backward
 
 Tensor = torch.Tensor
@@ -118,11 +118,6 @@ class FSDPParam:
         """Returns a value that changes with each counted write to ``sharded_param``, also on ranks
         without a row."""
         return version(self.sharded_param.local), self._times_renewed
-
-    def is_written_unseen(self) -> bool:
-        """Returns True if writes to ``sharded_param`` may not be counted: after ``p.data = y``, a
-        write to y."""
-        return counts_twice(self.sharded_param.local)
 
     # Gradients of ``unsharded_param`` -------------------------------------------------------------
 

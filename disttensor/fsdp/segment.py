@@ -99,11 +99,6 @@ class Segment:
         return self.state is ShardState.VISIBLE
 
     @property
-    def is_freed(self) -> bool:
-        """True if the unsharded parameters are freed between uses."""
-        return bool(self.buffers) and not self.persist
-
-    @property
     def busy(self) -> bool:
         """True if a forward of it is on the stack, or between two of its modules."""
         return bool(self.forward.running) or self.forward.is_open

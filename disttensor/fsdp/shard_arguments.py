@@ -19,7 +19,7 @@ from disttensor.comm.groups import world_group
 from disttensor.core.mesh import ProcessMesh
 from disttensor.core.placement import Shard
 from disttensor.experts.expert_plan import expert_tensors
-from disttensor.fsdp.accumulation import ENGINE
+from disttensor.fsdp.engine import ENGINE
 from disttensor.fsdp.module_tree import SegmentSpec
 from disttensor.fsdp.segment_policy import Segments, segments_of
 from disttensor.fsdp.shard_params import meshes_of, split_by

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -13,8 +12,9 @@ from disttensor.core.layout import Layout
 from disttensor.core.mesh import ProcessMesh
 from disttensor.core.placement import Replicate, Shard
 from disttensor.core.spec import DistSpec
+from disttensor.fsdp.replicas import broadcast_replicas, replicas_of
 from disttensor.meta import execute
-from disttensor.nn.parameters import Slot, slots
+from disttensor.nn.parameters import slots
 from disttensor.nn.shard_module import place
 from disttensor.tensor.base import as_parameter
 from disttensor.tensor.dist_tensor import DistTensor, wrap
@@ -53,7 +53,34 @@ def meshes_of(
     return list(dict.fromkeys([*own, *([mesh] if mesh is not None else [])]))
 
 
-def place_params(
+def shard_params(
+    module: nn.Module, mesh: ProcessMesh | None, shard_axis: str | None, ignored: frozenset[int],
+    dims: dict[str, int],
+) -> dict[str, DistTensor]:  # fmt: skip
+    """Places regular tensors on ``mesh``, gives all replicas one value, splits the parameters by
+    the axis, in all their slots, and returns them by name."""
+    if mesh is not None:
+        _place(module, mesh, shard_axis, ignored, dims)
+    before = [slot for slot in slots(module) if id(slot.value) not in ignored]
+    meshes = meshes_of(module, mesh, ignored)
+    broadcast_replicas(t for s in before for t in replicas_of(s.value, meshes))
+    made: dict[int, DistTensor] = {}
+    sharded: dict[str, DistTensor] = {}
+    for slot in before:
+        if slot.table is not slot.owner._parameters or not isinstance(slot.value, DistTensor):
+            continue
+        p: Any = slot.value
+        if id(p) not in made:
+            made[id(p)] = p
+            if shard_axis is not None:
+                made[id(p)] = _shard(p, p.spec.mesh.axis(shard_axis), dims.get(slot.name, 0))
+            if made[id(p)] is not p:
+                p._replaced = "shard_data_parallel split them into shards"
+        slot.table[slot.key] = sharded[slot.name] = made[id(p)]
+    return sharded
+
+
+def _place(
     module: nn.Module, mesh: ProcessMesh, shard_axis: str | None, ignored: frozenset[int],
     dims: dict[str, int],
 ) -> None:  # fmt: skip
@@ -79,26 +106,6 @@ def place_params(
             made[id(x)] = as_parameter(moved) if isinstance(x, nn.Parameter) else moved
             x._replaced = f"shard_data_parallel brought them to {mesh!r}"
         slot.table[slot.key] = made.get(id(x), x)
-
-
-def shard_params(
-    module: nn.Module, before: Iterable[Slot], shard_axis: str | None, dims: dict[str, int]
-) -> dict[str, DistTensor]:
-    """Splits the parameters by the axis, in all their slots, and returns them by name."""
-    made: dict[int, DistTensor] = {}
-    sharded: dict[str, DistTensor] = {}
-    for slot in before:
-        if slot.table is not slot.owner._parameters or not isinstance(slot.value, DistTensor):
-            continue
-        p: Any = slot.value
-        if id(p) not in made:
-            made[id(p)] = p
-            if shard_axis is not None:
-                made[id(p)] = _shard(p, p.spec.mesh.axis(shard_axis), dims.get(slot.name, 0))
-            if made[id(p)] is not p:
-                p._replaced = "shard_data_parallel split them into shards"
-        slot.table[slot.key] = sharded[slot.name] = made[id(p)]
-    return sharded
 
 
 def _shard(p: DistTensor, axis: int, dim: int) -> DistTensor:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from disttensor.checks import argument_error, check_type
-from disttensor.fsdp.accumulation import accumulate
+from disttensor.fsdp.contexts import accumulate
 from disttensor.integrations.model import full_state, is_first, on_first, place, save_full_state
 from disttensor.optim.grad_scaler import shard_scaler
 from disttensor.parallel.strategy import Strategy

@@ -17,7 +17,7 @@ from disttensor.comm.rendezvous import create_groups
 from disttensor.core.init_mesh import init_mesh
 from disttensor.core.mesh import ProcessMesh, as_mesh, check_device_type
 from disttensor.core.placement import Placement, Replicate, Shard
-from disttensor.fsdp.accumulation import accumulate
+from disttensor.fsdp.contexts import accumulate
 from disttensor.fsdp.fully_shard import shard_data_parallel
 from disttensor.fsdp.mixed_precision import check_dtypes
 from disttensor.fsdp.segment_policy import SegmentPolicy, Segments, segments_of
