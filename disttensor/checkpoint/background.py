@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from pathlib import Path
 
 _calling = threading.RLock()
-_writing: list[tuple[Path, threading.Thread]] = []  # the oldest first
+_writing: list[tuple[Path, Future[None]]] = []  # the oldest first
 
 
 @contextlib.contextmanager
@@ -22,24 +24,22 @@ def hold_lock() -> Iterator[None]:
         yield
 
 
-def start(folder: Path, job: Callable[[], None]) -> threading.Thread:
+def start(folder: Path, job: Callable[[], None]) -> Future[None]:
     """Runs ``job``, which writes into ``folder``, in a thread, after all jobs started before."""
-    before = _writing[-1][1] if _writing else None
+    before = [future for _, future in _writing]
 
     def run() -> None:
-        if before is not None:
-            before.join()
+        wait_for(before)
         job()
 
-    thread = threading.Thread(target=run, name="checkpoint")
-    _writing[:] = [*(each for each in _writing if each[1].is_alive()), (folder.resolve(), thread)]
-    thread.start()
-    return thread
+    executor = ThreadPoolExecutor(1, "checkpoint")
+    future = executor.submit(run)
+    executor.shutdown(wait=False)  # the thread ends after the job
+    _writing[:] = [*(each for each in _writing if not each[1].done()), (folder.resolve(), future)]
+    return future
 
 
 def wait(folder: Path) -> None:
     """Waits until no job writes into ``folder``: a new save removes the files of an unfinished
     save, and a finished save removes old checkpoints."""
-    for other, thread in list(_writing):
-        if other == folder.resolve():
-            thread.join()
+    wait_for([future for other, future in _writing if other == folder.resolve()])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -70,8 +70,7 @@ class Checkpointer:
         if keep is not None:
             check_int("Checkpointer: keep", keep, 1)
         self.folder, self.keep = Path(folder), keep
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None  # of the writer, the same on all ranks
+        self._saving: Future[None] | None = None  # its error is the same on all ranks
         self._memory: dict[Any, torch.Tensor] = {}  # copies of the save before
         self._planned: tuple[Any, Any] = None, None  # the tensors of the last plan, and the plan
 
@@ -138,17 +137,15 @@ class Checkpointer:
             self._memory = planner.copies
         except Exception as caught:  # the writer reports it to the other ranks
             job = job._replace(error=caught)
-        run = partial(self._run, what, job, _group(" writer"))
-        self._thread = writer.start(self.folder, run)
+        self._saving = writer.start(self.folder, partial(self._write, what, job, _group(" writer")))
 
     def wait(self) -> None:
         """Waits until the background save is complete. Raises its error, on all ranks."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        if self._saving is not None:
+            error = self._saving.exception()
+            self._saving = None
+            if error is not None:
+                raise error
 
     @writer.hold_lock()
     def load(self, step: int | None = None, **state: Any) -> int | None:
@@ -213,12 +210,6 @@ class Checkpointer:
             self._planned = specs, planner.create_global_plan(plans)
         plans, metadata = self._planned[1]
         return planner, planner.finish_plan(plans[group.index]), metadata
-
-    def _run(self, what: str, job: _Job, group: Group) -> None:
-        try:
-            self._write(what, job, group)
-        except Exception as error:
-            self._error = error
 
     def _write(self, what: str, job: _Job, group: Group, advance: Advance = show_nothing) -> None:
         writer = _storage().Writer(job.path, advance)
