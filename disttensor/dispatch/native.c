@@ -18,10 +18,10 @@
  * argument parser, if a call with the same key has run before.
  *
  * Only the public C API of Python is used, and no header of torch: attributes of tensors are read
- * by their descriptors. All state is in the module, where the garbage collector sees it. Python code
- * that runs inside a call may enter this module again or clear the dict, so a plan is held while it
- * runs, and the length of a list is read again after each step. The code relies on the global lock:
- * builds of Python without it are refused, and so are sub-interpreters.
+ * by their descriptors. Python code that runs inside a call may enter this module again or clear the
+ * dict, so a plan is held while it runs, and the length of a list is read again after each step. The
+ * code relies on the global lock: builds of Python without it are refused, and so are
+ * sub-interpreters. There is one module in a process, so its state is a static value.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -43,45 +43,40 @@
 
 #define MOST_PLANS 16384  /* as many as dispatch.PLANS holds */
 #define MOST_ARGUMENTS 24 /* of one call; Python carries out calls with more */
-#define MOST_WORDS 65536
+#define MOST_WORDS 4096   /* of a key; Python carries out calls with more */
 #define MOST_NESTED 200 /* calls within calls; Python counts the frames of deeper ones */
 #define MOST_DEPTH 4    /* lists within lists in a key */
-#define SHORT 192       /* words that need no allocation */
 
 /* The arguments of configure(), by name. */
 #define REFERENCES(X) \
     X(DistTensor) X(Tensor) X(Parameter) X(Size) X(Uses) /* classes */ \
     X(dtype_class) X(memory_format) X(layout) \
-    X(CallPlan) X(Answer) X(Out) X(NO_ORIGIN) X(VIEW) \
+    X(CallPlan) X(Answer) X(Out) X(NO_ORIGIN) \
     X(local) X(spec) X(meta_tensor) /* descriptors of DistTensor and DistSpec */ \
     X(shape) X(dtype) X(requires_grad) X(grad_fn) X(is_leaf) /* of Tensor */ \
     X(make_subclass) X(is_grad_enabled) X(autocast_is_on) /* of torch */ \
     X(functions_are_seen) X(modes_see_functions) \
     X(dispatch) X(first_call) X(carry_out) X(note) X(note_error) X(wrap_outputs) X(derive) \
-    X(partial) X(view_of_use) X(written) X(count) X(share) X(nothing) X(orphan) \
+    X(written) X(count) X(share) X(nothing) X(orphan) \
     X(LIVE) X(INFERENCE) /* a dict and a list that are mostly empty */
 
 /* Names of attributes. */
 #define NAMES(X) \
     X(_uses) X(_view_state) X(_reduced) X(aliases) X(origin) \
     X(local_for) X(call) X(mesh) X(device) X(value) X(local) X(reads) X(keywords) X(results) \
-    X(template) X(is_view) X(writes) X(untracked_writes) X(may_reuse) X(reduce_first) X(native) \
+    X(template) X(is_view) X(writes) X(untracked_writes) X(may_reuse) X(native) \
     X(dtype)
 
-typedef struct {
+static struct {
 #define FIELD(name) PyObject *name;
     REFERENCES(FIELD)
     struct { NAMES(FIELD) } str;
 #undef FIELD
-    PyTypeObject *plan_type, *method_type;
-    PyObject *plans; /* a dict: key -> NativePlan */
+    PyObject *plans; /* the dict ``plans`` of the module: key -> NativePlan */
     int enabled;     /* do calls run in C? Not while an observer or a tracer sees them */
     int nested;      /* calls that run now, on all threads */
     long long known, in_c, unsure, first, past; /* so far: see counts() */
-} State;
-
-/* Methods get no module: this is the state of the configured one. */
-static State *configured;
+} state;
 
 typedef struct {
     PyObject *func, *args, *kwargs; /* args: a tuple, or NULL until as_python; kwargs likewise */
@@ -113,9 +108,8 @@ as_python(Call *call)
                 Py_CLEAR(call->kwargs);
             }
         }
-        return call->kwargs != NULL;
     }
-    return call->args != NULL;
+    return call->args && (call->kwargs || !call->nnamed);
 }
 
 /* Attributes ---------------------------------------------------------------------------------- */
@@ -152,17 +146,17 @@ is_true(PyObject *value)
 }
 
 static inline int
-is_dist(const State *state, PyObject *x)
+is_dist(PyObject *x)
 {
-    return Py_TYPE(x) == (PyTypeObject *)state->DistTensor;
+    return Py_TYPE(x) == (PyTypeObject *)state.DistTensor;
 }
 
 static inline int
-is_tensor(const State *state, PyObject *x)
+is_tensor(PyObject *x)
 {
     PyTypeObject *type = Py_TYPE(x);
-    return type == (PyTypeObject *)state->DistTensor || type == (PyTypeObject *)state->Tensor
-           || type == (PyTypeObject *)state->Parameter;
+    return type == (PyTypeObject *)state.DistTensor || type == (PyTypeObject *)state.Tensor
+           || type == (PyTypeObject *)state.Parameter;
 }
 
 /* The key --------------------------------------------------------------------------------------
@@ -174,27 +168,16 @@ enum { FLOAT, SLICE, REGULAR }; /* of a MARK; REGULAR: a torch.Tensor */
 enum { TUPLE, LIST, SIZE };     /* of a SEQUENCE */
 
 typedef struct {
-    uint64_t *at;
-    Py_ssize_t length, room;
     PyObject *kept; /* a list that the objects are appended to, or NULL */
-    uint64_t here[SHORT];
+    Py_ssize_t length;
+    uint64_t at[MOST_WORDS];
 } Words;
 
 static int
 push(Words *words, uint64_t word)
 {
-    if (words->length == words->room) {
-        Py_ssize_t room = words->room * 4;
-        uint64_t *at = room > MOST_WORDS ? NULL : PyMem_Malloc((size_t)room * sizeof(uint64_t));
-        if (!at) {
-            return 0;
-        }
-        memcpy(at, words->at, (size_t)words->length * sizeof(uint64_t));
-        if (words->at != words->here) {
-            PyMem_Free(words->at);
-        }
-        words->at = at;
-        words->room = room;
+    if (words->length == MOST_WORDS) {
+        return 0;
     }
     words->at[words->length++] = word;
     return 1;
@@ -219,9 +202,9 @@ push_integer(Words *words, PyObject *value)
 
 /* Appends the shape and the dtype of a torch.Tensor. */
 static int
-add_regular(State *state, Words *words, PyObject *tensor)
+add_regular(Words *words, PyObject *tensor)
 {
-    PyObject *shape = get(state->shape, tensor), *dtype = NULL;
+    PyObject *shape = get(state.shape, tensor), *dtype = NULL;
     int certain = shape && PyTuple_Check(shape) && push(words, REGULAR << 3 | MARK)
                   && push(words, (uint64_t)PyTuple_GET_SIZE(shape) << 3 | INTEGER);
     for (Py_ssize_t i = 0; certain && i < PyTuple_GET_SIZE(shape); i++) {
@@ -229,7 +212,7 @@ add_regular(State *state, Words *words, PyObject *tensor)
         certain = PyLong_CheckExact(size) && push_integer(words, size);
     }
     if (certain) {
-        dtype = get(state->dtype, tensor); /* torch keeps all dtypes */
+        dtype = get(state.dtype, tensor); /* torch keeps all dtypes */
         certain = dtype && push_object(words, dtype, OBJECT);
     }
     Py_XDECREF(shape);
@@ -239,11 +222,11 @@ add_regular(State *state, Words *words, PyObject *tensor)
 
 /* Appends the words of an argument, as key_of. 0: it has no certain ones; an error may be set. */
 static int
-add_argument(State *state, Words *words, PyObject *value, int depth)
+add_argument(Words *words, PyObject *value, int depth)
 {
     PyTypeObject *type = Py_TYPE(value);
-    if (type == (PyTypeObject *)state->DistTensor) {
-        PyObject *spec = get(state->spec, value);
+    if (type == (PyTypeObject *)state.DistTensor) {
+        PyObject *spec = get(state.spec, value);
         int certain = spec && push_object(words, spec, SPEC);
         Py_XDECREF(spec); /* the tensor has it */
         return certain;
@@ -252,8 +235,8 @@ add_argument(State *state, Words *words, PyObject *value, int depth)
         return push_integer(words, value);
     }
     if (value == Py_None || type == &PyBool_Type || value == Py_Ellipsis
-        || type == (PyTypeObject *)state->dtype_class
-        || type == (PyTypeObject *)state->memory_format || type == (PyTypeObject *)state->layout) {
+        || type == (PyTypeObject *)state.dtype_class
+        || type == (PyTypeObject *)state.memory_format || type == (PyTypeObject *)state.layout) {
         return push_object(words, value, OBJECT);
     }
     if (type == &PyFloat_Type) {
@@ -265,7 +248,7 @@ add_argument(State *state, Words *words, PyObject *value, int depth)
     if (depth >= MOST_DEPTH) {
         return 0;
     }
-    if (type == &PyTuple_Type || type == &PyList_Type || type == (PyTypeObject *)state->Size) {
+    if (type == &PyTuple_Type || type == &PyList_Type || type == (PyTypeObject *)state.Size) {
         uint64_t kind = type == &PyList_Type ? LIST : type == &PyTuple_Type ? TUPLE : SIZE;
         Py_ssize_t length = PySequence_Fast_GET_SIZE(value);
         int certain = push(words, (uint64_t)length << 5 | kind << 3 | SEQUENCE);
@@ -274,18 +257,18 @@ add_argument(State *state, Words *words, PyObject *value, int depth)
                 return 0; /* a function mode of torch has changed it */
             }
             PyObject *item = Py_NewRef(PySequence_Fast_GET_ITEM(value, i));
-            certain = add_argument(state, words, item, depth + 1);
+            certain = add_argument(words, item, depth + 1);
             Py_DECREF(item);
         }
         return certain && PySequence_Fast_GET_SIZE(value) == length;
     }
     if (type == &PySlice_Type) {
         PySliceObject *slice = (PySliceObject *)value;
-        return push(words, SLICE << 3 | MARK) && add_argument(state, words, slice->start, depth + 1)
-               && add_argument(state, words, slice->stop, depth + 1)
-               && add_argument(state, words, slice->step, depth + 1);
+        return push(words, SLICE << 3 | MARK) && add_argument(words, slice->start, depth + 1)
+               && add_argument(words, slice->stop, depth + 1)
+               && add_argument(words, slice->step, depth + 1);
     }
-    return is_tensor(state, value) && add_regular(state, words, value);
+    return is_tensor(value) && add_regular(words, value);
 }
 
 /* Returns whether a function lives on. Bound methods and the like are made for each call, and would
@@ -302,7 +285,7 @@ is_lasting(PyObject *func)
 }
 
 static int
-add_call(State *state, Words *words, const Call *call)
+add_call(Words *words, const Call *call)
 {
     if (!is_lasting(call->func) || !push_object(words, call->func, OBJECT)) {
         return 0;
@@ -315,7 +298,7 @@ add_call(State *state, Words *words, const Call *call)
                 return 0;
             }
         }
-        if (!add_argument(state, words, argument(call, i), 0)) {
+        if (!add_argument(words, argument(call, i), 0)) {
             return 0;
         }
     }
@@ -325,22 +308,15 @@ add_call(State *state, Words *words, const Call *call)
 /* Returns the key of a call, or NULL where it has no certain one; an error may be set. ``kept``, a
  * list or NULL, gets the objects whose addresses are in the key. */
 static PyObject *
-key_of(State *state, const Call *call, PyObject *kept)
+key_of(const Call *call, PyObject *kept)
 {
     Words words; /* most of it is left as it is */
-    words.at = words.here;
     words.length = 0;
-    words.room = SHORT;
     words.kept = kept;
-    PyObject *key = NULL;
-    if (add_call(state, &words, call)) {
-        Py_ssize_t size = words.length * (Py_ssize_t)sizeof(uint64_t);
-        key = PyBytes_FromStringAndSize((char *)words.at, size);
+    if (!add_call(&words, call)) {
+        return NULL;
     }
-    if (words.at != words.here) {
-        PyMem_Free(words.at);
-    }
-    return key;
+    return PyBytes_FromStringAndSize((char *)words.at, words.length * (Py_ssize_t)sizeof(uint64_t));
 }
 
 /* The plan ------------------------------------------------------------------------------------ */
@@ -372,7 +348,7 @@ typedef struct {
     PyObject *structure;  /* off the mesh: the class of several results, or None */
     PyObject *sources;    /* off the mesh: the numbers of the tensors that the results depend on */
     PyObject *no_token, *orphan; /* off the mesh, owned: the tokens of results without a transfer */
-    int is_view, may_reuse, untracked_writes, no_graph, derives, repeats;
+    int is_view, may_reuse, untracked_writes, no_graph, derives;
     Py_ssize_t nargs, nreads, nresults;
     Read *reads;
     Result *results;
@@ -382,7 +358,6 @@ static int
 traverse_plan(PyObject *self, visitproc visit, void *arg)
 {
     NativePlan *p = (NativePlan *)self;
-    Py_VISIT(Py_TYPE(self));
     Py_VISIT(p->plan);
     Py_VISIT(p->kept);
     Py_VISIT(p->no_token);
@@ -397,7 +372,6 @@ static void
 free_plan(PyObject *self)
 {
     NativePlan *p = (NativePlan *)self;
-    PyTypeObject *type = Py_TYPE(self);
     PyObject_GC_UnTrack(self);
     for (Py_ssize_t i = 0; p->results && i < p->nresults; i++) {
         Py_XDECREF(p->results[i].arguments);
@@ -408,22 +382,16 @@ free_plan(PyObject *self)
     Py_XDECREF(p->orphan);
     Py_XDECREF(p->plan);
     Py_XDECREF(p->kept);
-    type->tp_free(self);
-    Py_DECREF(type);
+    Py_TYPE(self)->tp_free(self);
 }
 
-static PyType_Slot plan_slots[] = {
-    {Py_tp_doc, "A CallPlan as native.c runs it."},
-    {Py_tp_traverse, traverse_plan},
-    {Py_tp_dealloc, free_plan},
-    {0, NULL},
-};
-
-static PyType_Spec plan_spec = {
-    .name = "disttensor.dispatch._native.NativePlan",
-    .basicsize = sizeof(NativePlan),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = plan_slots,
+static PyTypeObject PlanType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "disttensor.dispatch._native.NativePlan",
+    .tp_doc = "A CallPlan as native.c runs it.",
+    .tp_basicsize = sizeof(NativePlan),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_traverse = traverse_plan,
+    .tp_dealloc = free_plan,
 };
 
 /* Returns a field of a plan, borrowed: the plan is frozen. NULL: an error. */
@@ -435,23 +403,12 @@ field(PyObject *plan, PyObject *name)
     return value;
 }
 
-/* Returns a field that is a tuple, or None where may_be_none is set. */
+/* Returns a field that is a tuple, or None where may_be_none is set; else NULL. */
 static PyObject *
 tuple_field(PyObject *plan, PyObject *name, int may_be_none)
 {
     PyObject *value = field(plan, name);
-    if (value && !PyTuple_CheckExact(value) && !(may_be_none && value == Py_None)) {
-        PyErr_Format(PyExc_TypeError, "%S of a CallPlan is no tuple", name);
-        return NULL;
-    }
-    return value;
-}
-
-/* Returns whether a field is True. An error counts as False, and stays set. */
-static int
-flag(PyObject *plan, PyObject *name)
-{
-    return field(plan, name) == Py_True;
+    return value && (PyTuple_CheckExact(value) || (may_be_none && value == Py_None)) ? value : NULL;
 }
 
 /* Takes in how the arguments are read (call_plan.Read). 0: not in the ways that C knows. */
@@ -489,17 +446,17 @@ set_reads(NativePlan *p, PyObject *reads)
 }
 
 static int
-set_results(State *state, NativePlan *p)
+set_results(NativePlan *p)
 {
     p->nresults = PyTuple_GET_SIZE(p->specs);
     p->results = PyMem_Calloc((size_t)p->nresults + 1, sizeof(Result));
     for (Py_ssize_t i = 0; p->results && i < p->nresults; i++) {
         Result *result = &p->results[i];
         result->spec = PyTuple_GET_ITEM(p->specs, i);
-        result->dtype = field(result->spec, state->str.dtype);
+        result->dtype = field(result->spec, state.str.dtype);
         result->viewed = Py_None;
-        PyObject *meta_tensor = get(state->meta_tensor, result->spec);
-        result->arguments = meta_tensor ? PyTuple_Pack(2, state->DistTensor, meta_tensor) : NULL;
+        PyObject *meta_tensor = get(state.meta_tensor, result->spec);
+        result->arguments = meta_tensor ? PyTuple_Pack(2, state.DistTensor, meta_tensor) : NULL;
         Py_XDECREF(meta_tensor);
         if (!result->dtype || !result->arguments) {
             return 0;
@@ -510,9 +467,9 @@ set_results(State *state, NativePlan *p)
 
 /* Takes in what a call off the mesh returns: a TensorResult (see infer.py) for each result. */
 static int
-set_template(State *state, NativePlan *p, PyObject *template)
+set_template(NativePlan *p, PyObject *template)
 {
-    int several = Py_TYPE(template) != (PyTypeObject *)state->Out;
+    int several = Py_TYPE(template) != (PyTypeObject *)state.Out;
     p->structure = several ? (PyObject *)Py_TYPE(template) : Py_None;
     if (several && !PyTuple_CheckExact(template) && !PyList_CheckExact(template)) {
         return 0;
@@ -535,58 +492,57 @@ set_template(State *state, NativePlan *p, PyObject *template)
 
 /* Takes in a plan. 0: Python runs it; an error may be set. */
 static int
-set_plan(State *state, NativePlan *p, PyObject *plan)
+set_plan(NativePlan *p, PyObject *plan)
 {
-    if (Py_TYPE(plan) == (PyTypeObject *)state->Answer) {
-        p->answer = field(plan, state->str.value);
+    if (Py_TYPE(plan) == (PyTypeObject *)state.Answer) {
+        p->answer = field(plan, state.str.value);
         p->how = ANSWER;
         return p->answer != NULL;
     }
-    if (Py_TYPE(plan) != (PyTypeObject *)state->CallPlan || !flag(plan, state->str.native)) {
+    if (Py_TYPE(plan) != (PyTypeObject *)state.CallPlan
+        || field(plan, state.str.native) != Py_True) {
         return 0;
     }
-    p->local = field(plan, state->str.local);
-    p->keywords = tuple_field(plan, state->str.keywords, 0);
-    p->specs = tuple_field(plan, state->str.results, 0);
-    p->writes = tuple_field(plan, state->str.writes, 1);
-    PyObject *reads = tuple_field(plan, state->str.reads, 0);
-    PyObject *reuse = tuple_field(plan, state->str.may_reuse, 0);
-    PyObject *reduce = tuple_field(plan, state->str.reduce_first, 0);
-    PyObject *origin = field(plan, state->str.origin);
-    if (!p->local || !p->keywords || !p->specs || !p->writes || !reads || !reuse || !reduce || !origin
-        || PyTuple_GET_SIZE(reduce) || !set_reads(p, reads) || !set_results(state, p)) {
+    p->local = field(plan, state.str.local);
+    p->keywords = tuple_field(plan, state.str.keywords, 0);
+    p->specs = tuple_field(plan, state.str.results, 0);
+    p->writes = tuple_field(plan, state.str.writes, 1);
+    PyObject *reads = tuple_field(plan, state.str.reads, 0);
+    PyObject *reuse = tuple_field(plan, state.str.may_reuse, 0);
+    PyObject *origin = field(plan, state.str.origin);
+    if (!p->local || !p->keywords || !p->specs || !p->writes || !reads || !reuse || !origin
+        || !set_reads(p, reads) || !set_results(p)) {
         return 0;
     }
     p->may_reuse = PyTuple_GET_SIZE(reuse) > 0;
-    p->derives = origin != state->NO_ORIGIN;
-    p->repeats = p->derives && origin != state->VIEW;
-    p->is_view = flag(plan, state->str.is_view);
-    p->untracked_writes = flag(plan, state->str.untracked_writes);
+    p->derives = origin != state.NO_ORIGIN;
+    p->is_view = field(plan, state.str.is_view) == Py_True;
+    p->untracked_writes = field(plan, state.str.untracked_writes) == Py_True;
     if (p->local != Py_None) {
         p->how = IN_MESH;
         return 1;
     }
-    PyObject *template = field(plan, state->str.template), *mesh = field(plan, state->str.mesh);
-    PyObject *device = mesh ? PyObject_GetAttr(mesh, state->str.device) : NULL;
-    p->no_token = device ? PyObject_CallOneArg(state->nothing, device) : NULL;
-    p->orphan = p->no_token ? PyObject_CallOneArg(state->orphan, device) : NULL;
+    PyObject *template = field(plan, state.str.template), *mesh = field(plan, state.str.mesh);
+    PyObject *device = mesh ? PyObject_GetAttr(mesh, state.str.device) : NULL;
+    p->no_token = device ? PyObject_CallOneArg(state.nothing, device) : NULL;
+    p->orphan = p->no_token ? PyObject_CallOneArg(state.orphan, device) : NULL;
     Py_XDECREF(device);
     p->how = OFF_MESH;
-    return template && p->orphan && set_template(state, p, template);
+    return template && p->orphan && set_template(p, template);
 }
 
 /* Returns a NativePlan of a plan. NULL, with an error set, where that is not one of dispatch's. */
 static NativePlan *
-new_plan(State *state, PyObject *kept, PyObject *plan)
+new_plan(PyObject *kept, PyObject *plan)
 {
-    PyObject *call = PyObject_GetAttr(plan, state->str.call);
-    PyObject *mesh = call ? PyObject_GetAttr(call, state->str.mesh) : NULL;
-    NativePlan *p = mesh ? (NativePlan *)state->plan_type->tp_alloc(state->plan_type, 0) : NULL;
+    PyObject *call = PyObject_GetAttr(plan, state.str.call);
+    PyObject *mesh = call ? PyObject_GetAttr(call, state.str.mesh) : NULL;
+    NativePlan *p = mesh ? (NativePlan *)PlanType.tp_alloc(&PlanType, 0) : NULL;
     if (p) {
         p->kept = Py_NewRef(kept);
         p->plan = Py_NewRef(plan);
         p->is_compared = mesh != Py_None;
-        if (!set_plan(state, p, plan) || PyErr_Occurred()) {
+        if (!set_plan(p, plan) || PyErr_Occurred()) {
             PyErr_Clear();
             p->how = PYTHON;
         }
@@ -600,9 +556,9 @@ new_plan(State *state, PyObject *kept, PyObject *plan)
 
 /* Appends the tensors in a value, in order, through lists and tuples. -1: an error. */
 static int
-collect_in(State *state, PyObject *value, PyObject *found)
+collect_in(PyObject *value, PyObject *found)
 {
-    if (is_tensor(state, value)) {
+    if (is_tensor(value)) {
         return PyList_Append(found, value);
     }
     if (!PyList_CheckExact(value) && !PyTuple_CheckExact(value)) {
@@ -614,7 +570,7 @@ collect_in(State *state, PyObject *value, PyObject *found)
     int failed = 0;
     for (Py_ssize_t i = 0; !failed && i < PySequence_Fast_GET_SIZE(value); i++) {
         PyObject *item = Py_NewRef(PySequence_Fast_GET_ITEM(value, i));
-        failed = collect_in(state, item, found);
+        failed = collect_in(item, found);
         Py_DECREF(item);
     }
     Py_LeaveRecursiveCall();
@@ -623,11 +579,11 @@ collect_in(State *state, PyObject *value, PyObject *found)
 
 /* Returns all tensors of a call: a list. */
 static PyObject *
-tensors_of(State *state, const Call *call)
+tensors_of(const Call *call)
 {
     PyObject *found = PyList_New(0);
     for (Py_ssize_t i = 0; found && i < call->nargs + call->nnamed; i++) {
-        if (collect_in(state, argument(call, i), found) < 0) {
+        if (collect_in(argument(call, i), found) < 0) {
             Py_CLEAR(found);
         }
     }
@@ -646,32 +602,14 @@ numbered(PyObject *tensors, PyObject *number)
     return PyList_GET_ITEM(tensors, i);
 }
 
-/* Returns the tensors that a call in place writes to: a list. */
-static PyObject *
-targets_of(State *state, const NativePlan *p, const Call *call)
-{
-    PyObject *found = PyList_New(0), *tensors = found ? tensors_of(state, call) : NULL;
-    for (Py_ssize_t i = 0; tensors && i < PyTuple_GET_SIZE(p->writes); i++) {
-        PyObject *target = numbered(tensors, PyTuple_GET_ITEM(p->writes, i));
-        if (!target || PyList_Append(found, target) < 0) {
-            Py_CLEAR(tensors);
-        }
-    }
-    if (!tensors) {
-        Py_CLEAR(found);
-    }
-    Py_XDECREF(tensors);
-    return found;
-}
-
 /* Wrappers ------------------------------------------------------------------------------------ */
 
 /* Returns a DistTensor of a local. Steals local. */
 static PyObject *
-wrap(State *state, const Result *result, PyObject *local)
+wrap(const Result *result, PyObject *local)
 {
-    PyObject *new = PyObject_Call(state->make_subclass, result->arguments, NULL);
-    if (new && (set(state->local, new, local) < 0 || set(state->spec, new, result->spec) < 0)) {
+    PyObject *new = PyObject_Call(state.make_subclass, result->arguments, NULL);
+    if (new && (set(state.local, new, local) < 0 || set(state.spec, new, result->spec) < 0)) {
         Py_CLEAR(new);
     }
     Py_DECREF(local);
@@ -680,12 +618,12 @@ wrap(State *state, const Result *result, PyObject *local)
 
 /* Returns whether a local result is a torch.Tensor of the expected dtype. -1: an error. */
 static int
-is_expected(State *state, const Result *result, PyObject *local)
+is_expected(const Result *result, PyObject *local)
 {
-    if (Py_TYPE(local) != (PyTypeObject *)state->Tensor) {
+    if (Py_TYPE(local) != (PyTypeObject *)state.Tensor) {
         return 0;
     }
-    PyObject *dtype = get(state->dtype, local);
+    PyObject *dtype = get(state.dtype, local);
     Py_XDECREF(dtype);
     return dtype ? dtype == result->dtype : -1;
 }
@@ -693,14 +631,14 @@ is_expected(State *state, const Result *result, PyObject *local)
 /* Returns local results as DistTensors, in their structure. Steals out. Python wraps results that are
  * not as expected: of another dtype, as under autocast, or in a named tuple. */
 static PyObject *
-wrap_outputs(State *state, const NativePlan *p, PyObject *out)
+wrap_outputs(const NativePlan *p, PyObject *out)
 {
     PyObject *results = NULL;
     int list = PyList_CheckExact(out), expected = 0;
     if (!list && !PyTuple_CheckExact(out)) {
-        expected = p->nresults ? is_expected(state, p->results, out) : 0;
+        expected = p->nresults ? is_expected(p->results, out) : 0;
         if (expected > 0) {
-            return wrap(state, p->results, out);
+            return wrap(p->results, out);
         }
     }
     else if (PySequence_Fast_GET_SIZE(out) == p->nresults) {
@@ -709,8 +647,8 @@ wrap_outputs(State *state, const NativePlan *p, PyObject *out)
         expected = results ? 1 : -1;
         for (Py_ssize_t i = 0; expected > 0 && i < p->nresults; i++) {
             PyObject *local = PyTuple_GET_ITEM(locals, i), *new = NULL;
-            expected = is_expected(state, &p->results[i], local);
-            if (expected > 0 && !(new = wrap(state, &p->results[i], Py_NewRef(local)))) {
+            expected = is_expected(&p->results[i], local);
+            if (expected > 0 && !(new = wrap(&p->results[i], Py_NewRef(local)))) {
                 expected = -1;
             }
             PyTuple_SET_ITEM(results, i, new);
@@ -724,7 +662,7 @@ wrap_outputs(State *state, const NativePlan *p, PyObject *out)
         Py_CLEAR(results);
     }
     if (expected == 0) {
-        results = PyObject_CallFunctionObjArgs(state->wrap_outputs, out, p->specs, NULL);
+        results = PyObject_CallFunctionObjArgs(state.wrap_outputs, out, p->specs, NULL);
     }
     Py_DECREF(out);
     return results;
@@ -733,32 +671,32 @@ wrap_outputs(State *state, const NativePlan *p, PyObject *out)
 /* Running ------------------------------------------------------------------------------------- */
 
 static PyObject *
-run_in_python(State *state, const NativePlan *p, Call *call)
+run_in_python(const NativePlan *p, Call *call)
 {
     if (!as_python(call)) {
         return NULL;
     }
     PyObject *args[] = {p->plan, call->args, call->kwargs ? call->kwargs : Py_None};
-    return PyObject_Vectorcall(state->carry_out, args, 3, NULL);
+    return PyObject_Vectorcall(state.carry_out, args, 3, NULL);
 }
 
 /* Returns whether autograd records what is made of a local. -1: an error. */
 static int
-in_graph(State *state, PyObject *local)
+in_graph(PyObject *local)
 {
-    int needs = is_true(get(state->requires_grad, local));
-    return needs > 0 ? is_true(PyObject_CallNoArgs(state->is_grad_enabled)) : needs;
+    int needs = is_true(get(state.requires_grad, local));
+    return needs > 0 ? is_true(PyObject_CallNoArgs(state.is_grad_enabled)) : needs;
 }
 
 /* Returns the local for a use that varies over axes: the Alias of a leaf, of version -1, which
  * mostly exists, or the local itself where no gradient comes back. Python makes all others. */
 static PyObject *
-local_for(State *state, PyObject *x, PyObject *axes)
+local_for(PyObject *x, PyObject *axes)
 {
-    PyObject *uses = PyObject_GetAttr(x, state->str._uses), *found = NULL;
+    PyObject *uses = PyObject_GetAttr(x, state.str._uses), *found = NULL;
     int no_aliases = uses == Py_None;
-    if (uses && Py_TYPE(uses) == (PyTypeObject *)state->Uses) {
-        PyObject *aliases = PyObject_GetAttr(uses, state->str.aliases), *hit = NULL;
+    if (uses && Py_TYPE(uses) == (PyTypeObject *)state.Uses) {
+        PyObject *aliases = PyObject_GetAttr(uses, state.str.aliases), *hit = NULL;
         no_aliases = aliases == Py_None;
         if (aliases && PyDict_CheckExact(aliases)) {
             hit = PyDict_GetItemWithError(aliases, axes);
@@ -771,23 +709,23 @@ local_for(State *state, PyObject *x, PyObject *axes)
     }
     Py_XDECREF(uses);
     if (no_aliases && !PyErr_Occurred()) {
-        PyObject *local = get(state->local, x);
-        int graph = local ? in_graph(state, local) : -1;
+        PyObject *local = get(state.local, x);
+        int graph = local ? in_graph(local) : -1;
         if (graph == 0) {
             return local;
         }
         Py_XDECREF(local);
     }
     return found || PyErr_Occurred() ? found
-                                     : PyObject_CallMethodOneArg(x, state->str.local_for, axes);
+                                     : PyObject_CallMethodOneArg(x, state.str.local_for, axes);
 }
 
 /* Returns a list or tuple with the locals of the DistTensors in it. */
 static PyObject *
-locals_of(State *state, PyObject *value)
+locals_of(PyObject *value)
 {
-    if (is_dist(state, value)) {
-        return get(state->local, value);
+    if (is_dist(value)) {
+        return get(state.local, value);
     }
     int list = PyList_CheckExact(value);
     if (!list && !PyTuple_CheckExact(value)) {
@@ -799,7 +737,7 @@ locals_of(State *state, PyObject *value)
     PyObject *copy = PySequence_Tuple(value);
     PyObject *locals = copy ? PyTuple_New(PyTuple_GET_SIZE(copy)) : NULL;
     for (Py_ssize_t i = 0; locals && i < PyTuple_GET_SIZE(copy); i++) {
-        PyObject *local = locals_of(state, PyTuple_GET_ITEM(copy, i));
+        PyObject *local = locals_of(PyTuple_GET_ITEM(copy, i));
         if (local) {
             PyTuple_SET_ITEM(locals, i, local);
         }
@@ -817,28 +755,24 @@ locals_of(State *state, PyObject *value)
 
 /* Returns whether the arguments fit the plan. 0: Python runs the call. -1: an error. */
 static int
-fits(State *state, const NativePlan *p, const Call *call, PyObject *targets)
+fits(const NativePlan *p, const Call *call, PyObject *tensors)
 {
     int fine = p->nargs == call->nargs && p->nreads == call->nargs + call->nnamed;
     if (fine && p->no_graph) {
-        fine = is_true(PyObject_CallNoArgs(state->is_grad_enabled));
+        fine = is_true(PyObject_CallNoArgs(state.is_grad_enabled));
         fine = fine < 0 ? -1 : !fine;
     }
-    if (fine > 0 && p->is_view && call->nargs && is_dist(state, call->first[0])) {
-        fine = is_none(call->first[0], state->str._view_state); /* no copy in place of a view */
+    if (fine > 0 && p->is_view && call->nargs && is_dist(call->first[0])) {
+        fine = is_none(call->first[0], state.str._view_state); /* no copy in place of a view */
     }
-    for (Py_ssize_t i = 0; fine > 0 && targets && i < PyList_GET_SIZE(targets); i++) {
-        PyObject *x = PyList_GET_ITEM(targets, i);
-        fine = is_dist(state, x) ? is_none(x, state->str._view_state) : 1;
+    Py_ssize_t nwrites = p->writes == Py_None ? 0 : PyTuple_GET_SIZE(p->writes);
+    for (Py_ssize_t i = 0; fine > 0 && i < nwrites; i++) {
+        PyObject *x = numbered(tensors, PyTuple_GET_ITEM(p->writes, i));
+        fine = !x ? -1 : is_dist(x) ? is_none(x, state.str._view_state) : 1;
     }
-    if (fine > 0 && p->may_reuse) {
-        PyObject *tensors = tensors_of(state, call);
-        fine = tensors ? 1 : -1;
-        for (Py_ssize_t i = 0; fine > 0 && i < PyList_GET_SIZE(tensors); i++) {
-            PyObject *x = PyList_GET_ITEM(tensors, i);
-            fine = is_dist(state, x) ? is_none(x, state->str._reduced) : 1;
-        }
-        Py_XDECREF(tensors);
+    for (Py_ssize_t i = 0; fine > 0 && p->may_reuse && i < PyList_GET_SIZE(tensors); i++) {
+        PyObject *x = PyList_GET_ITEM(tensors, i);
+        fine = is_dist(x) ? is_none(x, state.str._reduced) : 1;
     }
     return fine;
 }
@@ -846,15 +780,15 @@ fits(State *state, const NativePlan *p, const Call *call, PyObject *targets)
 /* Returns whether nothing but the local of x reads x, and, of a leaf, aliases that share its memory.
  * -1: an error. */
 static int
-has_no_uses(State *state, PyObject *x)
+has_no_uses(PyObject *x)
 {
-    PyObject *uses = PyObject_GetAttr(x, state->str._uses);
+    PyObject *uses = PyObject_GetAttr(x, state.str._uses);
     int none = uses ? uses == Py_None : -1;
-    if (!none && Py_TYPE(uses) == (PyTypeObject *)state->Uses) {
-        none = is_none(uses, state->str.origin);
-        if (none > 0 && !(none = is_none(uses, state->str.aliases))) {
-            PyObject *local = get(state->local, x);
-            none = local ? is_true(get(state->is_leaf, local)) : -1;
+    if (!none && Py_TYPE(uses) == (PyTypeObject *)state.Uses) {
+        none = is_none(uses, state.str.origin);
+        if (none > 0 && !(none = is_none(uses, state.str.aliases))) {
+            PyObject *local = get(state.local, x);
+            none = local ? is_true(get(state.is_leaf, local)) : -1;
             Py_XDECREF(local);
         }
     }
@@ -864,15 +798,15 @@ has_no_uses(State *state, PyObject *x)
 
 /* After a write to x: as mark_written of disttensor.dispatch.writes. -1: an error. */
 static int
-written(State *state, PyObject *x)
+written(PyObject *x)
 {
-    int nothing = PyDict_GET_SIZE(state->LIVE) == 0 && PyList_GET_SIZE(state->INFERENCE) == 0;
-    nothing = nothing ? is_none(x, state->str._reduced) : 0;
-    nothing = nothing > 0 ? has_no_uses(state, x) : nothing;
+    int nothing = !PyObject_IsTrue(state.LIVE) && !PyObject_IsTrue(state.INFERENCE);
+    nothing = nothing ? is_none(x, state.str._reduced) : 0;
+    nothing = nothing > 0 ? has_no_uses(x) : nothing;
     if (nothing) {
         return nothing < 0 ? -1 : 0;
     }
-    PyObject *done = PyObject_CallOneArg(state->written, x);
+    PyObject *done = PyObject_CallOneArg(state.written, x);
     Py_XDECREF(done);
     return done ? 0 : -1;
 }
@@ -880,63 +814,54 @@ written(State *state, PyObject *x)
 /* After a call in place: counts the writes that autograd does not count, and invalidates the uses of
  * the old values. -1: an error. */
 static int
-written_all(State *state, const NativePlan *p, PyObject *targets)
+written_all(const NativePlan *p, PyObject *tensors)
 {
-    int failed = 0;
-    if (p->untracked_writes) {
-        PyObject *locals = locals_of(state, targets), *all = locals ? PyList_AsTuple(locals) : NULL;
-        PyObject *done = all ? PyObject_Call(state->count, all, NULL) : NULL;
+    Py_ssize_t n = PyTuple_GET_SIZE(p->writes);
+    PyObject *targets = PyTuple_New(n), *x;
+    for (Py_ssize_t i = 0; targets && i < n; i++) {
+        x = numbered(tensors, PyTuple_GET_ITEM(p->writes, i));
+        PyTuple_SET_ITEM(targets, i, Py_XNewRef(x));
+        if (!x) {
+            Py_CLEAR(targets);
+        }
+    }
+    int failed = targets ? 0 : -1;
+    if (targets && p->untracked_writes) {
+        PyObject *locals = locals_of(targets);
+        PyObject *done = locals ? PyObject_Call(state.count, locals, NULL) : NULL;
         failed = done ? 0 : -1;
         Py_XDECREF(done);
-        Py_XDECREF(all);
         Py_XDECREF(locals);
     }
-    for (Py_ssize_t i = 0; !failed && i < PyList_GET_SIZE(targets); i++) {
-        PyObject *x = PyList_GET_ITEM(targets, i);
-        failed = is_dist(state, x) ? written(state, x) : 0;
+    for (Py_ssize_t i = 0; !failed && i < n; i++) {
+        x = PyTuple_GET_ITEM(targets, i);
+        failed = is_dist(x) ? written(x) : 0;
     }
+    Py_XDECREF(targets);
     return failed;
 }
 
-/* Sets how varying uses of a result are made, as run.derive: of a view, by the same view. */
+/* Sets how varying uses of a result are made. */
 static int
-derive(State *state, const NativePlan *p, Call *call, PyObject *const *locals, PyObject *result)
+derive(const NativePlan *p, Call *call, PyObject *result)
 {
     PyObject *done = NULL;
-    if (p->repeats || call->nnamed) {
-        if (as_python(call)) {
-            PyObject *kwargs = call->kwargs ? call->kwargs : Py_None;
-            done = PyObject_CallFunctionObjArgs(state->derive, p->plan, call->args, kwargs, result,
-                                                NULL);
-        }
-        Py_XDECREF(done);
-        return done ? 0 : -1;
+    if (as_python(call)) {
+        PyObject *kwargs = call->kwargs ? call->kwargs : Py_None;
+        PyObject *args[] = {p->plan, call->args, kwargs, result};
+        done = PyObject_Vectorcall(state.derive, args, 4, NULL);
     }
-    PyObject *rest = PyTuple_New(call->nargs - 1), *named = PyDict_New();
-    for (Py_ssize_t i = 1; rest && i < call->nargs; i++) {
-        PyTuple_SET_ITEM(rest, i - 1, Py_NewRef(locals[i]));
-    }
-    PyObject *origin = rest && named
-                           ? PyObject_CallFunctionObjArgs(state->partial, state->view_of_use, p->local,
-                                                          call->first[0], rest, named, NULL)
-                           : NULL;
-    done = origin ? PyObject_CallNoArgs(state->Uses) : NULL;
-    int failed = !done || PyObject_SetAttr(done, state->str.origin, origin) < 0
-                 || PyObject_SetAttr(result, state->str._uses, done) < 0;
     Py_XDECREF(done);
-    Py_XDECREF(origin);
-    Py_XDECREF(named);
-    Py_XDECREF(rest);
-    return failed ? -1 : 0;
+    return done ? 0 : -1;
 }
 
 /* Wraps what the local function returned. Steals out. */
 static PyObject *
-finish(State *state, const NativePlan *p, Call *call, PyObject *const *locals, PyObject *out)
+finish(const NativePlan *p, Call *call, PyObject *out)
 {
-    PyObject *x = call->nargs && is_dist(state, call->first[0]) ? call->first[0] : NULL;
+    PyObject *x = call->nargs && is_dist(call->first[0]) ? call->first[0] : NULL;
     if (x) { /* as of x.contiguous() */
-        PyObject *local = get(state->local, x);
+        PyObject *local = get(state.local, x);
         Py_XDECREF(local);
         if (!local || local == out) {
             Py_DECREF(out);
@@ -944,15 +869,15 @@ finish(State *state, const NativePlan *p, Call *call, PyObject *const *locals, P
         }
     }
     int graph = 0;
-    if (p->derives && PyObject_TypeCheck(out, (PyTypeObject *)state->Tensor)) {
-        graph = in_graph(state, out);
+    if (p->derives && PyObject_TypeCheck(out, (PyTypeObject *)state.Tensor)) {
+        graph = in_graph(out);
     }
     if (graph < 0) {
         Py_DECREF(out);
         return NULL;
     }
-    PyObject *result = wrap_outputs(state, p, out);
-    if (graph && result && derive(state, p, call, locals, result) < 0) {
+    PyObject *result = wrap_outputs(p, out);
+    if (graph && result && derive(p, call, result) < 0) {
         Py_CLEAR(result);
     }
     return result;
@@ -960,28 +885,19 @@ finish(State *state, const NativePlan *p, Call *call, PyObject *const *locals, P
 
 /* Reads the locals, calls the local function on them, and wraps the results. */
 static PyObject *
-run_in_mesh(State *state, const NativePlan *p, Call *call)
+run_in_mesh(const NativePlan *p, Call *call, PyObject *tensors)
 {
     /* the first is free for the function that is called: PY_VECTORCALL_ARGUMENTS_OFFSET */
     PyObject *stack[MOST_ARGUMENTS + 1], **locals = stack + 1, *out = NULL, *result = NULL;
-    PyObject *targets = p->writes == Py_None ? NULL : targets_of(state, p, call);
     Py_ssize_t n = 0;
-    if (p->writes != Py_None && !targets) {
-        return NULL;
-    }
-    int fine = fits(state, p, call, targets);
-    if (fine <= 0) {
-        Py_XDECREF(targets);
-        return fine < 0 ? NULL : run_in_python(state, p, call);
-    }
-    state->in_c++;
+    state.in_c++;
     for (; n < p->nreads; n++) {
         PyObject *value = argument(call, n);
         const Read *read = &p->reads[n];
         locals[n] = read->kind == CONSTANT  ? Py_NewRef(value)
-                    : read->kind == LOCAL   ? get(state->local, value)
-                    : read->kind == VARYING ? local_for(state, value, read->axes)
-                                            : locals_of(state, value);
+                    : read->kind == LOCAL   ? get(state.local, value)
+                    : read->kind == VARYING ? local_for(value, read->axes)
+                                            : locals_of(value);
         if (!locals[n]) {
             break;
         }
@@ -991,52 +907,45 @@ run_in_mesh(State *state, const NativePlan *p, Call *call)
         PyObject *names = PyTuple_GET_SIZE(p->keywords) ? p->keywords : NULL;
         out = PyObject_Vectorcall(p->local, locals, flags, names);
     }
-    if (out && !targets) {
-        result = finish(state, p, call, locals, out);
+    if (out && p->writes == Py_None) {
+        result = finish(p, call, out);
     }
     else if (out) {
-        result = written_all(state, p, targets) < 0 ? NULL
-                 : out == Py_None                   ? Py_NewRef(Py_None)
-                                                    : Py_NewRef(argument(call, 0));
+        result = written_all(p, tensors) < 0 ? NULL
+                 : out == Py_None            ? Py_NewRef(Py_None)
+                                             : Py_NewRef(argument(call, 0));
         Py_DECREF(out);
     }
     while (n > 0) {
         Py_DECREF(locals[--n]);
     }
-    Py_XDECREF(targets);
     return result;
 }
 
 /* Returns the token of a result off the mesh, from the tokens of its sources. NULL without an error:
  * two of them are of transfers, and Python joins them. */
 static PyObject *
-join(State *state, const NativePlan *p, PyObject *tensors)
+join(const NativePlan *p, PyObject *tensors)
 {
     PyObject *joined = p->no_token; /* borrowed: the tensors and the plan hold all tokens */
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(p->sources); i++) {
         PyObject *x = numbered(tensors, PyTuple_GET_ITEM(p->sources, i));
-        PyObject *token = x && is_dist(state, x) ? get(state->local, x) : NULL, *node;
+        PyObject *token = x && is_dist(x) ? get(state.local, x) : NULL, *node;
         Py_XDECREF(token);
-        if (!token || Py_TYPE(token) != (PyTypeObject *)state->Tensor) {
+        if (!token || Py_TYPE(token) != (PyTypeObject *)state.Tensor) {
             return NULL;
         }
-        if (token == joined || token == p->no_token) {
-            continue;
-        }
         int needs = token == p->orphan;
-        if (!needs) {
-            if (!(node = get(state->grad_fn, token))) {
+        if (!needs && token != joined && token != p->no_token) {
+            if (!(node = get(state.grad_fn, token))) {
                 return NULL;
             }
             Py_DECREF(node);
-            if (node != Py_None) { /* a transfer */
-                if (joined != p->no_token && joined != p->orphan) {
-                    return NULL;
-                }
-                joined = token;
-                continue;
+            if (node != Py_None && joined != p->no_token && joined != p->orphan) {
+                return NULL;
             }
-            needs = is_true(get(state->requires_grad, token));
+            joined = node == Py_None ? joined : token; /* a transfer, or not */
+            needs = node == Py_None ? is_true(get(state.requires_grad, token)) : 0;
         }
         if (needs < 0) {
             return NULL;
@@ -1044,7 +953,7 @@ join(State *state, const NativePlan *p, PyObject *tensors)
         joined = needs && joined == p->no_token ? p->orphan : joined;
     }
     if (joined != p->no_token) {
-        int graph = is_true(PyObject_CallNoArgs(state->is_grad_enabled));
+        int graph = is_true(PyObject_CallNoArgs(state.is_grad_enabled));
         joined = graph < 0 ? NULL : graph ? joined : p->no_token;
     }
     return Py_XNewRef(joined);
@@ -1052,25 +961,21 @@ join(State *state, const NativePlan *p, PyObject *tensors)
 
 /* Makes the wrappers of a call off the mesh; no kernel runs. */
 static PyObject *
-run_off_mesh(State *state, const NativePlan *p, Call *call)
+run_off_mesh(const NativePlan *p, Call *call, PyObject *tensors)
 {
-    int autocast = is_true(PyObject_CallNoArgs(state->autocast_is_on));
-    PyObject *tensors = autocast ? NULL : tensors_of(state, call), *token = NULL, *results = NULL;
-    int fine = autocast || (!tensors && PyErr_Occurred()) ? -1 : fits(state, p, call, NULL);
-    if (fine > 0) {
-        token = join(state, p, tensors);
-    }
+    int autocast = is_true(PyObject_CallNoArgs(state.autocast_is_on));
+    PyObject *token = autocast ? NULL : join(p, tensors);
     if (!token) {
-        Py_XDECREF(tensors);
-        return PyErr_Occurred() ? NULL : run_in_python(state, p, call);
+        return PyErr_Occurred() ? NULL : run_in_python(p, call);
     }
-    results = PyTuple_New(p->nresults);
+    PyObject *results = PyTuple_New(p->nresults);
     for (Py_ssize_t i = 0; results && i < p->nresults; i++) {
         const Result *result = &p->results[i];
-        PyObject *new = wrap(state, result, Py_NewRef(token));
+        PyObject *new = wrap(result, Py_NewRef(token));
         if (new && result->viewed != Py_None) {
             PyObject *base = numbered(tensors, result->viewed);
-            PyObject *done = base ? PyObject_CallFunctionObjArgs(state->share, new, base, NULL) : NULL;
+            PyObject *args[] = {new, base};
+            PyObject *done = base ? PyObject_Vectorcall(state.share, args, 2, NULL) : NULL;
             if (!done) {
                 Py_CLEAR(new);
             }
@@ -1082,8 +987,7 @@ run_off_mesh(State *state, const NativePlan *p, Call *call)
         }
     }
     Py_DECREF(token);
-    Py_DECREF(tensors);
-    state->in_c += results != NULL;
+    state.in_c += results != NULL;
     if (results && p->structure == Py_None) {
         Py_SETREF(results, Py_NewRef(PyTuple_GET_ITEM(results, 0)));
     }
@@ -1093,14 +997,30 @@ run_off_mesh(State *state, const NativePlan *p, Call *call)
     return results;
 }
 
+/* Runs a call whose plan C knows, unless its arguments do not fit the plan. */
+static PyObject *
+run_natively(const NativePlan *p, Call *call)
+{
+    int needs_list = p->how == OFF_MESH || p->may_reuse || p->writes != Py_None;
+    PyObject *tensors = needs_list ? tensors_of(call) : NULL, *result = NULL;
+    int fine = needs_list && !tensors ? -1 : fits(p, call, tensors);
+    if (fine >= 0) {
+        result = !fine                ? run_in_python(p, call)
+                 : p->how == IN_MESH ? run_in_mesh(p, call, tensors)
+                                     : run_off_mesh(p, call, tensors);
+    }
+    Py_XDECREF(tensors);
+    return result;
+}
+
 /* A call has raised, perhaps on this rank alone. */
 static void
-note_error(State *state, PyObject *plan)
+note_error(PyObject *plan)
 {
     PyObject *type, *error, *trace;
     PyErr_Fetch(&type, &error, &trace);
     PyErr_NormalizeException(&type, &error, &trace);
-    PyObject *done = PyObject_CallFunctionObjArgs(state->note_error, error, plan, NULL);
+    PyObject *done = PyObject_CallFunctionObjArgs(state.note_error, error, plan, NULL);
     if (!done) {
         PyErr_Clear();
     }
@@ -1110,24 +1030,21 @@ note_error(State *state, PyObject *plan)
 
 /* Runs a known call. */
 static PyObject *
-run(State *state, NativePlan *p, Call *call)
+run(NativePlan *p, Call *call)
 {
     PyObject *result = NULL;
     Py_INCREF(p); /* Python code in the call may clear the dict */
-    state->known++;
-    PyObject *done = p->is_compared ? PyObject_CallOneArg(state->note, p->plan) : NULL;
+    state.known++;
+    PyObject *done = p->is_compared ? PyObject_CallOneArg(state.note, p->plan) : NULL;
     if (done || !p->is_compared) {
-        if (p->how == ANSWER) {
-            state->in_c++;
-        }
-        result = p->how == IN_MESH    ? run_in_mesh(state, p, call)
-                 : p->how == OFF_MESH ? run_off_mesh(state, p, call)
-                 : p->how == ANSWER   ? Py_NewRef(p->answer)
-                                      : run_in_python(state, p, call);
+        state.in_c += p->how == ANSWER;
+        result = p->how == ANSWER   ? Py_NewRef(p->answer)
+                 : p->how == PYTHON ? run_in_python(p, call)
+                                    : run_natively(p, call);
     }
     Py_XDECREF(done);
     if (!result && p->is_compared) {
-        note_error(state, p->plan);
+        note_error(p->plan);
     }
     Py_DECREF(p);
     return result;
@@ -1135,46 +1052,36 @@ run(State *state, NativePlan *p, Call *call)
 
 /* Dispatch ------------------------------------------------------------------------------------ */
 
-static PyObject *
-no_state(void)
-{
-    PyErr_SetString(PyExc_RuntimeError, "a call of a DistTensor while Python ends");
-    return NULL;
-}
-
 /* Python runs the call. */
 static PyObject *
-dispatch_in_python(State *state, const Call *call)
+dispatch_in_python(const Call *call)
 {
-    state->unsure++;
+    state.unsure++;
     PyObject *kwargs = call->kwargs ? call->kwargs : Py_None;
-    return PyObject_CallFunctionObjArgs(state->dispatch, state->DistTensor, call->func, Py_None,
+    return PyObject_CallFunctionObjArgs(state.dispatch, state.DistTensor, call->func, Py_None,
                                         call->args, kwargs, NULL);
 }
 
 /* Runs the first call of a key in Python, and keeps the plan. */
 static PyObject *
-first_call(State *state, const Call *call, PyObject *key, PyObject *kept)
+first_call(const Call *call, PyObject *key, PyObject *kept)
 {
-    state->first++;
+    state.first++;
     PyObject *kwargs = call->kwargs ? call->kwargs : Py_None;
-    PyObject *found = PyObject_CallFunctionObjArgs(state->first_call, call->func, call->args, kwargs,
+    PyObject *found = PyObject_CallFunctionObjArgs(state.first_call, call->func, call->args, kwargs,
                                                    NULL);
-    if (!found) {
+    PyObject *result, *plan;
+    if (!found || !PyArg_ParseTuple(found, "OO", &result, &plan)) {
+        Py_XDECREF(found);
         return NULL;
     }
-    if (!PyTuple_CheckExact(found) || PyTuple_GET_SIZE(found) != 2) {
-        PyErr_SetString(PyExc_SystemError, "first_call returns (result, plan)");
-        Py_DECREF(found);
-        return NULL;
-    }
-    PyObject *result = Py_NewRef(PyTuple_GET_ITEM(found, 0)), *plan = PyTuple_GET_ITEM(found, 1);
-    if (plan != Py_None && state->plans) {
-        if (PyDict_GET_SIZE(state->plans) >= MOST_PLANS) {
-            PyDict_Clear(state->plans); /* those that are needed come back from Python's table */
+    Py_INCREF(result);
+    if (plan != Py_None) {
+        if (PyDict_GET_SIZE(state.plans) >= MOST_PLANS) {
+            PyDict_Clear(state.plans); /* those that are needed come back from Python's table */
         }
-        NativePlan *p = new_plan(state, kept, plan);
-        if (!p || PyDict_SetItem(state->plans, key, (PyObject *)p) < 0) {
+        NativePlan *p = new_plan(kept, plan);
+        if (!p || PyDict_SetItem(state.plans, key, (PyObject *)p) < 0) {
             PyErr_Clear(); /* the call itself was right */
         }
         Py_XDECREF(p);
@@ -1186,10 +1093,10 @@ first_call(State *state, const Call *call, PyObject *key, PyObject *kept)
 /* Finds the plan of a call, which *key is then set for. NULL: there is none, or an error that *key
  * cannot be made; *key is NULL then. */
 static NativePlan *
-find(State *state, const Call *call, PyObject **key)
+find(const Call *call, PyObject **key)
 {
-    *key = key_of(state, call, NULL);
-    return *key ? (NativePlan *)PyDict_GetItemWithError(state->plans, *key) : NULL;
+    *key = key_of(call, NULL);
+    return *key ? (NativePlan *)PyDict_GetItemWithError(state.plans, *key) : NULL;
 }
 
 /* Clears an error of a key. 0: it stays, such as a KeyboardInterrupt in code of the user. */
@@ -1204,23 +1111,23 @@ clear_error(void)
 }
 
 static PyObject *
-carry_out(State *state, Call *call)
+carry_out(Call *call)
 {
     PyObject *key, *kept = NULL, *result;
-    NativePlan *p = find(state, call, &key);
+    NativePlan *p = find(call, &key);
     if (p) {
-        result = run(state, p, call);
+        result = run(p, call);
         Py_DECREF(key);
         return result;
     }
     if (key && (kept = PyList_New(0))) { /* once more, to keep what is in the key */
-        Py_SETREF(key, key_of(state, call, kept));
+        Py_SETREF(key, key_of(call, kept));
     }
     if (key && kept) {
-        result = first_call(state, call, key, kept);
+        result = first_call(call, key, kept);
     }
     else {
-        result = clear_error() ? dispatch_in_python(state, call) : NULL;
+        result = clear_error() ? dispatch_in_python(call) : NULL;
     }
     Py_XDECREF(kept);
     Py_XDECREF(key);
@@ -1229,10 +1136,10 @@ carry_out(State *state, Call *call)
 
 /* Returns whether torch passes calls to __torch_function__ of the class, and to nobody before. */
 static int
-calls_are_ours(State *state)
+calls_are_ours(void)
 {
-    int seen = is_true(PyObject_CallNoArgs(state->functions_are_seen));
-    int modes = seen > 0 ? is_true(PyObject_CallNoArgs(state->modes_see_functions)) : 0;
+    int seen = is_true(PyObject_CallNoArgs(state.functions_are_seen));
+    int modes = seen > 0 ? is_true(PyObject_CallNoArgs(state.modes_see_functions)) : 0;
     if (seen < 0 || modes < 0) {
         PyErr_Clear();
         return 0;
@@ -1253,13 +1160,9 @@ static PyObject *
 call_method(PyObject *self, PyObject *const *given, size_t flags, PyObject *keywords)
 {
     const Method *of = (Method *)self;
-    State *state = configured;
     Py_ssize_t n = PyVectorcall_NARGS(flags), named = keywords ? PyTuple_GET_SIZE(keywords) : 0;
-    if (!state) {
-        return no_state();
-    }
-    if (state->enabled && n && is_dist(state, given[0]) && n + named <= MOST_ARGUMENTS
-        && state->nested < MOST_NESTED && calls_are_ours(state)) {
+    if (state.enabled && n && is_dist(given[0]) && n + named <= MOST_ARGUMENTS
+        && state.nested < MOST_NESTED && calls_are_ours()) {
         Call call; /* most of it is left as it is */
         call.func = of->function;
         call.args = call.kwargs = NULL;
@@ -1271,13 +1174,13 @@ call_method(PyObject *self, PyObject *const *given, size_t flags, PyObject *keyw
             call.values[i] = given[n + i];
         }
         PyObject *key, *result;
-        NativePlan *p = find(state, &call, &key);
+        NativePlan *p = find(&call, &key);
         Py_XDECREF(key);
         if (p) {
-            state->past++;
-            state->nested++;
-            result = run(state, p, &call);
-            state->nested--;
+            state.past++;
+            state.nested++;
+            result = run(p, &call);
+            state.nested--;
             Py_XDECREF(call.args);
             Py_XDECREF(call.kwargs);
             return result;
@@ -1295,7 +1198,6 @@ bind_method(PyObject *self, PyObject *object, PyObject *Py_UNUSED(type))
     return object && object != Py_None ? PyMethod_New(self, object) : Py_NewRef(self);
 }
 
-/* Names and docstrings are those of torch.Tensor's method. */
 static PyObject *
 method_attribute(PyObject *self, PyObject *name)
 {
@@ -1305,7 +1207,6 @@ method_attribute(PyObject *self, PyObject *name)
 static int
 traverse_method(PyObject *self, visitproc visit, void *arg)
 {
-    Py_VISIT(Py_TYPE(self));
     Py_VISIT(((Method *)self)->of_tensor);
     Py_VISIT(((Method *)self)->function);
     return 0;
@@ -1314,50 +1215,33 @@ traverse_method(PyObject *self, visitproc visit, void *arg)
 static void
 free_method(PyObject *self)
 {
-    PyTypeObject *type = Py_TYPE(self);
     PyObject_GC_UnTrack(self);
     Py_XDECREF(((Method *)self)->of_tensor);
     Py_XDECREF(((Method *)self)->function);
-    type->tp_free(self);
-    Py_DECREF(type);
+    Py_TYPE(self)->tp_free(self);
 }
 
-static PyMemberDef method_members[] = {
-    {"__vectorcalloffset__", T_PYSSIZET, offsetof(Method, vectorcall), READONLY, NULL},
-    {NULL},
+static PyTypeObject MethodType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "disttensor.dispatch._native.Method",
+    .tp_doc = "A method of DistTensor in place of one of torch.Tensor.",
+    .tp_basicsize = sizeof(Method),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL
+                | Py_TPFLAGS_METHOD_DESCRIPTOR,
+    .tp_vectorcall_offset = offsetof(Method, vectorcall),
+    .tp_call = PyVectorcall_Call,
+    .tp_descr_get = bind_method,
+    .tp_getattro = method_attribute, /* names and docstrings are those of torch.Tensor's method */
+    .tp_traverse = traverse_method,
+    .tp_dealloc = free_method,
 };
-
-static PyType_Slot method_slots[] = {
-    {Py_tp_descr_get, bind_method},
-    {Py_tp_call, PyVectorcall_Call},
-    {Py_tp_getattro, method_attribute},
-    {Py_tp_traverse, traverse_method},
-    {Py_tp_dealloc, free_method},
-    {Py_tp_members, method_members},
-    {0, NULL},
-};
-
-static PyType_Spec method_spec = {
-    .name = "disttensor.dispatch._native.Method",
-    .basicsize = sizeof(Method),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL
-             | Py_TPFLAGS_METHOD_DESCRIPTOR | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = method_slots,
-};
-
-PyDoc_STRVAR(method_doc, "method(of_tensor, function)\n--\n\n"
-"Returns a method for DistTensor in place of one of torch.Tensor. ``function``: what torch passes to\n"
-"__torch_function__ for it.");
 
 static PyObject *
-make_method(PyObject *module, PyObject *const *given, Py_ssize_t n)
+make_method(PyObject *Py_UNUSED(module), PyObject *const *given, Py_ssize_t n)
 {
-    State *state = PyModule_GetState(module);
-    if (n != 2 || !state->method_type) {
+    Method *made = n == 2 ? (Method *)MethodType.tp_alloc(&MethodType, 0) : NULL;
+    if (n != 2) {
         PyErr_SetString(PyExc_TypeError, "method takes a method of torch.Tensor and a function");
-        return NULL;
     }
-    Method *made = (Method *)state->method_type->tp_alloc(state->method_type, 0);
     if (made) {
         made->vectorcall = call_method;
         made->of_tensor = Py_NewRef(given[0]);
@@ -1366,35 +1250,29 @@ make_method(PyObject *module, PyObject *const *given, Py_ssize_t n)
     return (PyObject *)made;
 }
 
-PyDoc_STRVAR(dispatch_doc, "dispatch(func, types, args=(), kwargs=None)\n--\n\n"
-"DistTensor.__torch_function__. As a builtin it is no method, and torch gets it unbound.");
-
 static PyObject *
-dispatch(PyObject *module, PyObject *const *given, Py_ssize_t n, PyObject *keywords)
+dispatch(PyObject *Py_UNUSED(module), PyObject *const *given, Py_ssize_t n, PyObject *keywords)
 {
-    State *state = PyModule_GetState(module);
-    if (!state->dispatch) {
-        return no_state();
-    }
     Call call; /* most of it is left as it is */
     int is_usual = !keywords && n >= 3 && n <= 4;
     call.func = is_usual ? given[0] : NULL;
     call.args = is_usual ? given[2] : NULL;
     call.kwargs = is_usual && n == 4 && given[3] != Py_None ? given[3] : NULL;
     call.nnamed = 0;
-    if (!state->enabled || !is_usual || !PyTuple_CheckExact(call.args)
+    if (!state.enabled || !is_usual || !PyTuple_CheckExact(call.args)
         || (call.kwargs && !PyDict_CheckExact(call.kwargs))
         || PyTuple_GET_SIZE(call.args) + (call.kwargs ? PyDict_GET_SIZE(call.kwargs) : 0)
                > MOST_ARGUMENTS) {
         PyObject *stack[MOST_ARGUMENTS + 1]; /* as it was called, with the class before it */
         Py_ssize_t more = keywords ? PyTuple_GET_SIZE(keywords) : 0;
-        if (n + more > MOST_ARGUMENTS) {
-            PyErr_SetString(PyExc_TypeError, "dispatch takes func, types, args and kwargs");
+        if (!state.dispatch || n + more > MOST_ARGUMENTS) {
+            PyErr_SetString(PyExc_TypeError, "dispatch takes func, types, args and kwargs, after "
+                                             "configure");
             return NULL;
         }
-        stack[0] = state->DistTensor;
+        stack[0] = state.DistTensor;
         memcpy(stack + 1, given, (size_t)(n + more) * sizeof(PyObject *));
-        return PyObject_Vectorcall(state->dispatch, stack, (size_t)n + 1, keywords);
+        return PyObject_Vectorcall(state.dispatch, stack, (size_t)n + 1, keywords);
     }
     call.nargs = PyTuple_GET_SIZE(call.args);
     call.first = &PyTuple_GET_ITEM(call.args, 0);
@@ -1404,10 +1282,10 @@ dispatch(PyObject *module, PyObject *const *given, Py_ssize_t n, PyObject *keywo
         call.names[call.nnamed] = Py_NewRef(name);
         call.values[call.nnamed++] = Py_NewRef(value);
     }
-    state->nested++;
-    result = state->nested > MOST_NESTED ? dispatch_in_python(state, &call)
-                                         : carry_out(state, &call);
-    state->nested--;
+    state.nested++;
+    result = state.nested > MOST_NESTED ? dispatch_in_python(&call)
+                                         : carry_out(&call);
+    state.nested--;
     while (call.nnamed) {
         Py_DECREF(call.names[--call.nnamed]);
         Py_DECREF(call.values[call.nnamed]);
@@ -1417,16 +1295,11 @@ dispatch(PyObject *module, PyObject *const *given, Py_ssize_t n, PyObject *keywo
 
 /* The module ---------------------------------------------------------------------------------- */
 
-PyDoc_STRVAR(configure_doc, "configure(**references)\n--\n\n"
-"Takes what this code calls and reads, by the names of REFERENCES.");
-
 static PyObject *
-configure(PyObject *module, PyObject *args, PyObject *kwargs)
+configure(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs)
 {
-    State *state = PyModule_GetState(module);
     if (PyTuple_GET_SIZE(args) || !kwargs) {
-        PyErr_SetString(PyExc_TypeError, "configure takes keyword arguments");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "configure takes keyword arguments");
     }
 #define CHECK(name) \
     if (!PyDict_GetItemString(kwargs, #name)) { \
@@ -1439,133 +1312,74 @@ configure(PyObject *module, PyObject *args, PyObject *kwargs)
     for (size_t i = 0; i < sizeof(descriptors) / sizeof(*descriptors); i++) {
         PyTypeObject *type = Py_TYPE(PyDict_GetItemString(kwargs, descriptors[i]));
         if (!type->tp_descr_get || !type->tp_descr_set) {
-            return PyErr_Format(PyExc_TypeError, "%s is no attribute that can be set", descriptors[i]);
+            return PyErr_Format(PyExc_TypeError, "%s cannot be set", descriptors[i]);
         }
     }
-    if (!PyDict_CheckExact(PyDict_GetItemString(kwargs, "LIVE"))
-        || !PyList_CheckExact(PyDict_GetItemString(kwargs, "INFERENCE"))) {
-        return PyErr_Format(PyExc_TypeError, "LIVE is a dict, and INFERENCE a list");
+    if (state.dispatch) { /* calls that run use the references */
+        return PyErr_Format(PyExc_RuntimeError, "configure is called once");
     }
-    if (state->dispatch) { /* calls that run use the references */
-        PyErr_SetString(PyExc_RuntimeError, "configure is called once");
-        return NULL;
-    }
-#define TAKE(name) state->name = Py_NewRef(PyDict_GetItemString(kwargs, #name));
+#define TAKE(name) state.name = Py_NewRef(PyDict_GetItemString(kwargs, #name));
     REFERENCES(TAKE)
 #undef TAKE
-    configured = state;
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(enable_doc, "enable(on)\n--\n\n"
-"Sets whether calls run in C, or are passed to ``dispatch`` in Python.");
-
 static PyObject *
-enable(PyObject *module, PyObject *on)
+enable(PyObject *Py_UNUSED(module), PyObject *on)
 {
-    ((State *)PyModule_GetState(module))->enabled = on == Py_True;
+    state.enabled = on == Py_True && state.dispatch;
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(clear_doc, "clear()\n--\n\nForgets all calls.");
-
 static PyObject *
-clear(PyObject *module, PyObject *Py_UNUSED(none))
+counts(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
 {
-    State *state = PyModule_GetState(module);
-    if (state->plans) {
-        PyDict_Clear(state->plans);
-    }
-    Py_RETURN_NONE;
-}
-
-PyDoc_STRVAR(counts_doc, "counts()\n--\n\n"
-"Returns the calls so far: with a known key, those of them that ran in C, first ones of a key, those\n"
-"without a certain key, and known ones past torch's parser; and how many keys are known.");
-
-static PyObject *
-counts(PyObject *module, PyObject *Py_UNUSED(none))
-{
-    State *state = PyModule_GetState(module);
-    return Py_BuildValue("{s:L,s:L,s:L,s:L,s:L,s:n}", "known", state->known, "in_c", state->in_c,
-                         "first", state->first, "unsure", state->unsure, "past", state->past, "kinds",
-                         state->plans ? PyDict_GET_SIZE(state->plans) : 0);
+    return Py_BuildValue("{s:L,s:L,s:L,s:L,s:L,s:n}", "known", state.known, "in_c", state.in_c,
+                         "first", state.first, "unsure", state.unsure, "past", state.past, "kinds",
+                         PyDict_GET_SIZE(state.plans));
 }
 
 static int
 start(PyObject *module)
 {
-    State *state = PyModule_GetState(module);
-    if (PyInterpreterState_Get() != PyInterpreterState_Main()) {
-        PyErr_SetString(PyExc_ImportError, "disttensor's C code runs in the main interpreter only");
+    if (state.plans || PyInterpreterState_Get() != PyInterpreterState_Main()) {
+        PyErr_SetString(PyExc_ImportError,
+                        "disttensor's C code is loaded once, in the main interpreter");
         return -1;
     }
 #define INTERN(name) \
-    state->str.name = PyUnicode_InternFromString(#name); \
-    if (!state->str.name) { \
+    state.str.name = PyUnicode_InternFromString(#name); \
+    if (!state.str.name) { \
         return -1; \
     }
     NAMES(INTERN)
 #undef INTERN
-    state->plans = PyDict_New();
-    state->plan_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &plan_spec, NULL);
-    state->method_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &method_spec, NULL);
-    if (!state->plans || !state->plan_type || !state->method_type) {
+    state.plans = PyDict_New();
+    if (!state.plans || PyType_Ready(&PlanType) < 0 || PyType_Ready(&MethodType) < 0
+        || PyModule_AddObjectRef(module, "plans", state.plans) < 0) {
         return -1;
     }
     return PyModule_AddStringConstant(module, "SOURCE", SOURCE);
 }
 
-static int
-traverse(PyObject *module, visitproc visit, void *arg)
-{
-    State *state = PyModule_GetState(module);
-#define VISIT(name) Py_VISIT(state->name);
-    REFERENCES(VISIT)
-#undef VISIT
-    Py_VISIT(state->plan_type);
-    Py_VISIT(state->plans);
-    Py_VISIT(state->method_type);
-    return 0;
-}
-
-static int
-forget(PyObject *module)
-{
-    State *state = PyModule_GetState(module);
-    if (configured == state) {
-        configured = NULL;
-    }
-    Py_CLEAR(state->plans);
-    Py_CLEAR(state->plan_type);
-    Py_CLEAR(state->method_type);
-#define CLEAR(name) Py_CLEAR(state->name);
-    REFERENCES(CLEAR)
-#undef CLEAR
-    return 0;
-}
-
-static void
-end(void *module)
-{
-    State *state = PyModule_GetState(module);
-    if (state) {
-        forget(module);
-#define CLEAR(name) Py_CLEAR(state->str.name);
-        NAMES(CLEAR)
-#undef CLEAR
-    }
-}
-
 static PyMethodDef methods[] = {
     {"dispatch", (PyCFunction)(void (*)(void))dispatch, METH_FASTCALL | METH_KEYWORDS,
-     dispatch_doc},
+     "dispatch(func, types, args=(), kwargs=None)\n--\n\n"
+     "DistTensor.__torch_function__. As a builtin it is no method, and torch gets it unbound."},
     {"configure", (PyCFunction)(void (*)(void))configure, METH_VARARGS | METH_KEYWORDS,
-     configure_doc},
-    {"clear", clear, METH_NOARGS, clear_doc},
-    {"counts", counts, METH_NOARGS, counts_doc},
-    {"method", (PyCFunction)(void (*)(void))make_method, METH_FASTCALL, method_doc},
-    {"enable", enable, METH_O, enable_doc},
+     "configure(**references)\n--\n\n"
+     "Takes what this code calls and reads, by the names of REFERENCES."},
+    {"counts", counts, METH_NOARGS,
+     "counts()\n--\n\n"
+     "Returns the calls so far: with a known key, those of them that ran in C, first ones of a\n"
+     "key, those without a certain key, and known ones past torch's parser; and the known keys."},
+    {"method", (PyCFunction)(void (*)(void))make_method, METH_FASTCALL,
+     "method(of_tensor, function)\n--\n\n"
+     "Returns a method for DistTensor in place of one of torch.Tensor. ``function``: what torch\n"
+     "passes to __torch_function__ for it."},
+    {"enable", enable, METH_O,
+     "enable(on)\n--\n\n"
+     "Sets whether calls run in C, or are passed to ``dispatch`` in Python."},
     {NULL},
 };
 
@@ -1575,12 +1389,8 @@ static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
     .m_name = "_native",
     .m_doc = "The warm path of disttensor.dispatch in C: see native.c.",
-    .m_size = sizeof(State),
     .m_methods = methods,
     .m_slots = slots,
-    .m_traverse = traverse,
-    .m_clear = forget,
-    .m_free = end,
 };
 
 PyMODINIT_FUNC

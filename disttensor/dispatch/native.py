@@ -12,7 +12,6 @@ import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from importlib import import_module
 from inspect import getattr_static
 from pathlib import Path
@@ -86,7 +85,7 @@ def _configure(module: Any) -> None:
         DistTensor=DistTensor, Tensor=Tensor, Parameter=torch.nn.Parameter, Size=torch.Size,
         Uses=Uses, dtype_class=torch.dtype, memory_format=torch.memory_format,
         layout=torch.layout, CallPlan=CallPlan, Answer=Answer, Out=TensorResult,
-        NO_ORIGIN=Origin.NONE, VIEW=Origin.VIEW,
+        NO_ORIGIN=Origin.NONE,
         local=DistTensor.__dict__["local"], spec=DistTensor.__dict__["spec"],
         meta_tensor=DistSpec.__dict__["meta_tensor"],
         shape=Tensor.shape, dtype=Tensor.dtype, requires_grad=Tensor.requires_grad,
@@ -97,12 +96,12 @@ def _configure(module: Any) -> None:
         dispatch=dispatch.dispatch, first_call=dispatch.first_call, carry_out=run.carry_out,
         note=compare_programs.record_call, note_error=lone_failure.note_error,
         wrap_outputs=outputs.wrap_outputs,
-        derive=run.derive, partial=partial, view_of_use=run.view_of_use,
+        derive=run.derive,
         written=writes.mark_written, count=versions.count, share=views.register_view,
         nothing=token.no_grad_token, orphan=token.no_source_token, LIVE=views.LIVE,
         INFERENCE=versions.INFERENCE,
     )  # fmt: skip
-    call_when_cleared(module.clear)
+    call_when_cleared(module.plans.clear)
     for name in METHODS:
         of_tensor, function = getattr(Tensor, name), getattr(Tensor, OPERATORS.get(name, name))
         is_ours = getattr_static(DistTensor, name) is not getattr_static(Tensor, name)

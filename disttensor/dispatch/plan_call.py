@@ -70,7 +70,7 @@ def plan_call(plan: RulePlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Ca
         native=not (
             plan.redistributes or sends_shape or (inplace and not args)
             or (is_view and is_one and not is_simple_view)
-            or has_regular
+            or has_regular or "reduce_first" in reduction
         ),
         is_simple=(
             is_flat and is_one and not plan.redistributes and origin is Origin.NONE
@@ -136,7 +136,7 @@ def plan_off_mesh(
     several: Any = template if type(template) in (tuple, list) else [template]
     values = (*args, *kwargs.values())
     native = (
-        not (writes or draws) and dtype is None and bool(outs)
+        not (writes or draws or "reduce_first" in reduction) and dtype is None and bool(outs)
         and all(type(o) is infer.TensorResult and o.same is None for o in several)
         and all(o.sources == outs[0].sources for o in outs)
         and all(type(t) is DistTensor for t in tensors)

@@ -288,7 +288,7 @@ def test_the_table_is_emptied_between_a_call_that_reduces_and_what_it_makes(
 ) -> None:
     """All at once, where it is full: then the one is known and the other is not."""
     assert native.module is not None
-    native.module.clear()
+    native.module.plans.clear()
     x = tensor(mesh)
     for i in range(16384 - 4 + first):  # kinds of calls; 16384 are kept
         torch.add(x, i)
@@ -297,7 +297,7 @@ def test_the_table_is_emptied_between_a_call_that_reduces_and_what_it_makes(
         for _ in range(3):
             out = function(pending.clone())
         torch.testing.assert_close(out.to_local(), function(torch.ones(8, 6)))
-    native.module.clear()
+    native.module.plans.clear()
 
 
 def test_calls_that_reduce_ask_python_first(mesh: dt.ProcessMesh) -> None:
@@ -681,7 +681,7 @@ def test_the_table_is_emptied_while_a_call_runs(mesh: dt.ProcessMesh) -> None:
 
     with erfinv_as(local):
         x = tensor(mesh)
-        native.module.clear()
+        native.module.plans.clear()
         torch.erfinv(x)
         for _ in range(20):
             assert torch.erfinv(x).spec is x.spec
@@ -808,7 +808,7 @@ def test_threads(mesh: dt.ProcessMesh) -> None:
 
     def clear() -> None:
         while not stop.wait(0.001):
-            native.module.clear()
+            native.module.plans.clear()
 
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
@@ -1027,11 +1027,10 @@ def test_gradients_are_dropped_as_in_python(mesh: dt.ProcessMesh) -> None:
 
 def test_what_is_known_is_seen_by_the_collector(mesh: dt.ProcessMesh) -> None:
     x = tensor(mesh)
-    native.module.clear()
+    native.module.plans.clear()
     x + x
     plan = dispatch.first_call(Tensor.add, (x, x), None)[1]
-    (known,) = [o for o in gc.get_referents(native.module) if type(o) is dict and len(o) == 1]
-    (entry,) = known.values()
+    (entry,) = native.module.plans.values()
     assert plan in gc.get_referents(entry) and gc.is_tracked(entry)
 
 
@@ -1108,7 +1107,7 @@ def test_a_plan_of_another_form_is_not_followed(mesh: dt.ProcessMesh) -> None:
         for plan in (named, replace(named, keywords=(1,)))
     ]
     for key, args, kwargs, plan in calls:
-        native.module.clear()
+        native.module.plans.clear()
         call = dispatch._call(torch.relu, key)
 
         def first(planned: Any, args: Any, kwargs: Any) -> str:
@@ -1205,16 +1204,30 @@ torch.Tensor.late = Late(x)
 """
 
 
-def test_a_module_that_refers_to_nothing_refuses_calls() -> None:
-    """As when Python ends, and its references are gone."""
+def test_a_second_module_of_the_file_is_refused() -> None:
     loader = machinery.ExtensionFileLoader("_native", native.module.__file__)
     other = util.module_from_spec(util.spec_from_loader("_native", loader))  # type: ignore[arg-type]
-    loader.exec_module(other)
-    for args in ((torch.add, (), ()), (1, 2, 3), ()):
-        with pytest.raises(RuntimeError, match="while Python ends"):
-            other.dispatch(*args)
-    other.clear()
-    assert other.counts()["kinds"] == 0
+    with pytest.raises(ImportError, match="loaded once"):
+        loader.exec_module(other)
+
+
+UNCONFIGURED = """
+from importlib import machinery, util
+loader = machinery.ExtensionFileLoader("_native", FILE)
+module = util.module_from_spec(util.spec_from_loader("_native", loader))
+loader.exec_module(module)
+module.enable(True)
+for args in ((sum, (), ()), (1, 2, 3), ()):
+    try:
+        module.dispatch(*args)
+    except TypeError as error:
+        print(str(error).endswith("after configure"))
+"""
+
+
+def test_calls_before_configure_are_refused() -> None:
+    done = in_a_process(UNCONFIGURED.replace("FILE", repr(native.module.__file__)))
+    assert done.stdout.split() == ["True"] * 3, done.stderr
 
 
 def test_python_may_end_at_any_moment() -> None:
