@@ -36,7 +36,7 @@ LINES = {
     "pieces": 624,
     "pipeline": 3_140,
     "random": 840,
-    "reshard": 1_612,
+    "reshard": 1_613,
     "root": 2_244,
     "simulate": 5_195,
     "tensor": 2_795,
