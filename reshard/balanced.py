@@ -19,9 +19,9 @@ from disttensor.torch_private import outside_modes
 from ops.dealing import Dealing
 from reshard.all_gather import all_gather
 from reshard.all_to_all import all_to_all
-from reshard.reduce_scatter import reduce_scatter
+from reshard.local_moves import pad_with_neutral
+from reshard.reductions import reduce_scatter
 from reshard.registry import Axes, Tensor, register
-from reshard.to_partial import pad_with_neutral
 
 
 def _dim(spec: DistSpec, axis: int) -> int:

@@ -34,11 +34,7 @@ def start(local: Tensor, src: DistSpec, dst: DistSpec, tag: int) -> Work[Tensor]
     """
     plan = plan_between(src, dst)
     if src.mesh.coordinate is not None:
-        if local.shape != src.local_shape:
-            raise ValueError(
-                f"reshard: the local tensor has shape {tuple(local.shape)}, but this rank's piece "
-                f"of {src!r} is {src.local_shape}; nothing was moved"
-            )
+        planner.check_local(local, src)
         local = planner.run(local, src, plan.before)
     elif dst.mesh.coordinate is None:
         return finished(_empty(dst))

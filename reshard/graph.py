@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 from disttensor.core.layout import Axes as DimAxes
 from disttensor.core.layout import Layout, largest_piece, missing_numel
 from disttensor.core.placement import Partial, Placement, Replicate, Shard
-from reshard.exchange import common, concerned, exchange
+from reshard.all_to_all import common, concerned, exchange
 from reshard.registry import Axes, MoveFn, moves
 
 T = TypeVar("T")

@@ -17,11 +17,9 @@ from disttensor.core.layout import Layout
 from disttensor.core.spec import DistSpec
 from ops.traffic import WORTH
 from reshard.all_gather import all_gather
-from reshard.all_reduce import all_reduce
-from reshard.all_to_all import all_to_all
-from reshard.exchange import exchange
+from reshard.all_to_all import all_to_all, exchange
 from reshard.graph import Edge, cheapest
-from reshard.reduce_scatter import reduce_scatter
+from reshard.reductions import all_reduce, reduce_scatter
 from reshard.registry import Axes, How, MoveFn, Tensor
 from reshard.validate import check
 
@@ -98,25 +96,27 @@ def runner(src: DistSpec, dst: DistSpec) -> Callable[[Tensor], Tensor]:
     shape, first = src.local_shape, steps[0]
     fn, ends = first.fn, (first.src, first.dst, first.axes)
 
-    def check(local: Tensor) -> None:
-        if local.shape != shape:
-            raise ValueError(
-                f"reshard: the local tensor has shape {tuple(local.shape)}, but this rank's piece "
-                f"of {src!r} is {shape}; nothing was moved"
-            )
-
     def one(local: Tensor) -> Tensor:
         if local.shape != shape:
-            check(local)
+            check_local(local, src)
         return fn(local, *ends)
 
     def several(local: Tensor) -> Tensor:
-        check(local)
+        check_local(local, src)
         for step in steps:
             local = step.fn(local, step.src, step.dst, step.axes)
         return local.contiguous()
 
     return one if len(steps) == 1 else several
+
+
+def check_local(local: Tensor, src: DistSpec) -> None:
+    """Raises ValueError for a local that is not this rank's piece of ``src``."""
+    if local.shape != src.local_shape:
+        raise ValueError(
+            f"reshard: the local tensor has shape {tuple(local.shape)}, but this rank's piece "
+            f"of {src!r} is {src.local_shape}; nothing was moved"
+        )
 
 
 @cached(4096)

@@ -21,7 +21,7 @@ import torch
 from disttensor.checks import check_type
 from disttensor.comm.process_group import environment_set, join_world, world
 from disttensor.core.mesh import check_device_type
-from disttensor.patches.imports import Undo, once_imported
+from disttensor.patches.change import Undo, once_imported
 from disttensor.torch_private import hide_world
 
 # Variables with ranks and sizes, set by torchrun, Slurm, Open MPI, MPICH, Intel MPI, MVAPICH. The

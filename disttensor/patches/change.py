@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
-from disttensor.patches.imports import Undo, once_imported
+Undo = Callable[[], None]
+Place = str | tuple[Any, str]  # "module:name" or "module:Class.name", or an owner and a name
 
 _originals: dict[str, Any] = {}
+_waiting: dict[str, list[Callable[[], None]]] = {}
 
 
 @dataclass(frozen=True)
@@ -23,39 +29,39 @@ class Change:
     make: Callable[[str], Undo]
 
 
-def replace(new: Callable[[Any], Any], *places: tuple[Any, str]) -> Callable[[str], Undo]:
-    """Returns a change that puts ``new(original)`` at ``places``, which are names of one function.
-    Undoing it keeps replacements that other code has made since."""
+def replace(new: Callable[[Any], Any], *places: Place) -> Callable[[str], Undo]:
+    """Returns a change that puts ``new(original)`` at ``places``, which are names of one function,
+    when the module of the first is imported. Undoing it keeps replacements that other code has made
+    since."""
 
     def make(what: str) -> Undo:
-        owner, name = places[0]
-        before = _originals[what] = inspect.getattr_static(owner, name)
-        after = new(before)
-        for owner, name in places:
-            setattr(owner, name, after)
+        def change(module: Any) -> Undo:
+            found = [_owner_of(place) for place in places]
+            before = _originals[what] = inspect.getattr_static(*found[0])
+            after = new(before)
+            for owner, name in found:
+                setattr(owner, name, after)
 
-        def undo() -> None:
-            for owner, name in places:
-                if inspect.getattr_static(owner, name) is after:
-                    setattr(owner, name, before)
+            def undo() -> None:
+                for owner, name in found:
+                    if inspect.getattr_static(owner, name) is after:
+                        setattr(owner, name, before)
 
-        return undo
+            return undo
+
+        first = places[0]
+        return once_imported(first.split(":")[0], change) if type(first) is str else change(None)
 
     return make
 
 
-def replace_in_module(
-    module: str, new: Callable[[Any], Any], name: str, owner: str | None = None
-) -> Callable[[str], Undo]:
-    """Returns ``replace`` for a module, or its class ``owner``, applied when it is imported."""
-
-    def make(what: str) -> Undo:
-        def change(found: Any) -> Undo:
-            return replace(new, (getattr(found, owner) if owner else found, name))(what)
-
-        return once_imported(module, change)
-
-    return make
+def _owner_of(place: Place) -> tuple[Any, str]:
+    """Returns the owner of a place, whose module is imported, and the name there."""
+    if isinstance(place, tuple):
+        return place
+    module, _, path = place.partition(":")
+    *owners, name = path.split(".")
+    return reduce(getattr, owners, sys.modules[module]), name
 
 
 def append_to(table: list[Any], item: Any) -> Callable[[str], Undo]:
@@ -84,3 +90,52 @@ def join(*makes: Callable[[str], Undo]) -> Callable[[str], Undo]:
 def original(name: str) -> Any:
     """Returns the object of torch that a change replaced."""
     return _originals[name]
+
+
+# Modules that are not imported yet ----------------------------------------------------------------
+
+
+class _Finder(MetaPathFinder):
+    """Runs what waits for a module as soon as that is imported."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path, target) if name in _waiting else None
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                execute(module)
+                for change in _waiting.pop(name, ()):
+                    change()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+_finder = _Finder()
+
+
+def once_imported(module: str, make: Callable[[Any], Undo]) -> Undo:
+    """Calls ``make(module)`` now, or when the module is imported. Returns a function to undo it."""
+    if module in sys.modules:
+        return make(sys.modules[module])
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+    made: list[Undo] = []
+
+    def change() -> None:
+        made.append(make(sys.modules[module]))
+
+    _waiting.setdefault(module, []).append(change)
+
+    def undo() -> None:
+        for take_back in made:
+            take_back()
+        if not made and change in (waiting := _waiting.get(module, [])):
+            waiting.remove(change)
+            if not waiting:
+                del _waiting[module]
+        if not _waiting and _finder in sys.meta_path:
+            sys.meta_path.remove(_finder)
+
+    return undo

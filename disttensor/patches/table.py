@@ -22,8 +22,7 @@ from disttensor.patches import (
     state_dicts,
     tracers,
 )
-from disttensor.patches.change import Change, append_to, join, replace, replace_in_module
-from disttensor.patches.imports import Undo, once_imported
+from disttensor.patches.change import Change, Undo, append_to, join, once_imported, replace
 from disttensor.random import counter
 from disttensor.tensor.dist_tensor import DistTensor, rebuild
 from disttensor.torch_private import default_group, foreach_types, jit_tracers, transform_ends
@@ -75,10 +74,10 @@ def _guard_modules(what: str) -> Undo:
     return module_guard.unwrap_methods
 
 
-_FULLY_SHARD = "torch.distributed.fsdp._fully_shard._fully_shard"
-_FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"
-_clip: Any = torch.nn.utils.clip_grad
-_STATE_DICTS = "torch.distributed._state_dict_utils"
+_FSDP = "torch.distributed.fsdp."
+_CHECKPOINT = "torch.distributed.checkpoint."
+_STATE_DICTS = "torch.distributed._state_dict_utils:"
+_NORM = "torch.nn.utils:get_total_norm", "torch.nn.utils.clip_grad:_get_total_norm"
 _checkpoint_generator = (
     "_checkpoint_without_reentrant_generator_impl"
     if hasattr(torch_checkpoint, "_checkpoint_without_reentrant_generator_impl")  # torch 2.14
@@ -91,65 +90,63 @@ TABLE = (
         "A custom function on a DistTensor would lose the gradient silently, because autograd's "
         "graph does not contain the wrapper. It runs on full local tensors instead.",
         "None: ``apply`` does not call __torch_function__.",
-        replace(autograd_function.wrap_apply, (torch.autograd.Function, "apply")),
+        replace(autograd_function.wrap_apply, "torch.autograd:Function.apply"),
     ),
     Change(
         "torch.nn.parallel.DistributedDataParallel",
         "It would treat the pieces of DistTensors as replicas. It raises an error instead.",
         "None: it reads parameters in C++.",
-        replace(refusals.data_parallel, (torch.nn.parallel.DistributedDataParallel, "__init__")),
+        replace(refusals.data_parallel, "torch.nn.parallel:DistributedDataParallel.__init__"),
     ),
     Change(
         "torch.distributed.fsdp.fully_shard",
         "It would split the pieces of DistTensors again. It raises an error instead.",
         "None: it checks for the class DTensor.",
-        replace_in_module(_FULLY_SHARD, refusals.fully_shard, "_validate_module"),
+        replace(refusals.fully_shard, _FSDP + "_fully_shard._fully_shard:_validate_module"),
     ),
     Change(
         "torch.distributed.fsdp.FullyShardedDataParallel",
         "As for fully_shard.",
         "As for fully_shard.",
-        replace_in_module(_FSDP, refusals.data_parallel, "__init__", "FullyShardedDataParallel"),
+        replace(
+            refusals.data_parallel,
+            _FSDP + "fully_sharded_data_parallel:FullyShardedDataParallel.__init__",
+        ),
     ),
     Change(
         "torch.nn.attention.flex_attention",
         "Dynamo would raise an error about the C code of this package. The error now says what to "
         "do.",
         "None: it does not call __torch_function__.",
-        replace_in_module(
-            "torch.nn.attention.flex_attention", refusals.flex_attention, "_validate_sdpa_input"
-        ),
+        replace(refusals.flex_attention, "torch.nn.attention.flex_attention:_validate_sdpa_input"),
     ),
     Change(
         "torch.cuda.jiterator",
         "It would compute this rank's piece and return a regular tensor. It raises an error "
         "instead.",
         "None: it calls C++ without __torch_function__.",
-        replace_in_module(
-            "torch.cuda.jiterator", refusals.jiterator, "__call__", "_JittedFunction"
-        ),
+        replace(refusals.jiterator, "torch.cuda.jiterator:_JittedFunction.__call__"),
     ),
     Change(
         "torch.nn.Module.register_full_backward_hook",
         "Its hooks belong to the node of a custom function, which would lose the gradient.",
         "None: torch.utils.hooks.BackwardHook does not call __torch_function__.",
         replace(
-            backward_hooks.wrap_apply_on_tensors,
-            (torch.utils.hooks.BackwardHook, "_apply_on_tensors"),
+            backward_hooks.wrap_apply_on_tensors, "torch.utils.hooks:BackwardHook._apply_on_tensors"
         ),
     ),
     Change(
         "torch.nn.Module.register_backward_hook",
         "Its hooks would get gradients of this rank's pieces. It raises an error instead.",
         "None: torch reads the node of the result without __torch_function__.",
-        replace(refusals.backward_hook, (torch.nn.Module, "_maybe_warn_non_full_backward_hook")),
+        replace(refusals.backward_hook, "torch.nn:Module._maybe_warn_non_full_backward_hook"),
     ),
     Change(
         "torch.utils.checkpoint.checkpoint",
         "A recomputed region would draw other random numbers than its forward, and its restored "
         "inputs would not require grad.",
         "``context_fn=`` of each call, see disttensor/patches/checkpoint.py.",
-        replace(checkpoint.wrap_generator, (torch_checkpoint, _checkpoint_generator)),
+        replace(checkpoint.wrap_generator, f"torch.utils.checkpoint:{_checkpoint_generator}"),
     ),
     Change(
         "torch.optim.Optimizer.step",
@@ -164,19 +161,15 @@ TABLE = (
         "None: torch calls no function for the parameters of other ranks.",
         replace(
             clip_grad.wrap_clip_grad_norm,
-            (torch.nn.utils, "clip_grad_norm_"),
-            (_clip, "clip_grad_norm_"),
+            "torch.nn.utils:clip_grad_norm_",
+            "torch.nn.utils.clip_grad:clip_grad_norm_",
         ),
     ),
     Change(
         "torch.nn.utils.get_total_norm",
         "The norm of the gradients of one mesh would count as the norm of all gradients.",
         "None: the functions called inside it cannot know that the norm is for clipping.",
-        replace(
-            clip_grad.wrap_get_total_norm,
-            (torch.nn.utils, "get_total_norm"),
-            (_clip, "_get_total_norm"),
-        ),
+        replace(clip_grad.wrap_get_total_norm, *_NORM),
     ),
     Change(
         "torch.nn.utils.clip_grad_value_",
@@ -184,28 +177,28 @@ TABLE = (
         "None: without a gradient torch calls no function that can be overridden.",
         replace(
             clip_grad.wrap_clip_grad_value,
-            (torch.nn.utils, "clip_grad_value_"),
-            (_clip, "clip_grad_value_"),
+            "torch.nn.utils:clip_grad_value_",
+            "torch.nn.utils.clip_grad:clip_grad_value_",
         ),
     ),
     Change(
         "torch.amp.GradScaler.unscale_",
         "Each rank would decide alone whether a step is skipped.",
         "A subclass of GradScaler, which every script would have to use.",
-        replace(grad_scaler.wrap_unscale_grads, (torch.amp.GradScaler, "_unscale_grads_")),
+        replace(grad_scaler.wrap_unscale_grads, "torch.amp:GradScaler._unscale_grads_"),
     ),
     Change(
         "torch.nn.init.trunc_normal_",
         "It samples again while a number is out of bounds; a rank with an empty piece has no "
         "numbers to check.",
         "None: unlike five other functions of torch.nn.init, it does not call __torch_function__.",
-        replace(init.wrap_trunc_normal, (torch.nn.init, "_no_grad_trunc_normal_")),
+        replace(init.wrap_trunc_normal, "torch.nn.init:_no_grad_trunc_normal_"),
     ),
     Change(
         "torch.nn.init.sparse_",
         "It draws the rows of zeros from torch's own generator, which differs between ranks.",
         "None: it does not call __torch_function__.",
-        replace(init.wrap_sparse, (torch.nn.init, "sparse_")),
+        replace(init.wrap_sparse, "torch.nn.init:sparse_"),
     ),
     Change(
         "torch.manual_seed, torch.get_rng_state, torch.set_rng_state",
@@ -213,19 +206,10 @@ TABLE = (
         "state.",
         "None: a torch.Generator cannot hold the count.",
         join(
-            replace(
-                counter.wrap_manual_seed, (torch, "manual_seed"), (torch.random, "manual_seed")
-            ),
-            replace(
-                counter.wrap_get_rng_state,
-                (torch, "get_rng_state"),
-                (torch.random, "get_rng_state"),
-            ),
-            replace(
-                counter.wrap_set_rng_state,
-                (torch, "set_rng_state"),
-                (torch.random, "set_rng_state"),
-            ),
+            *[
+                replace(getattr(counter, f"wrap_{name}"), f"torch:{name}", f"torch.random:{name}")
+                for name in ("manual_seed", "get_rng_state", "set_rng_state")
+            ]
         ),
     ),
     Change(
@@ -250,45 +234,36 @@ TABLE = (
         "torch.distributed.checkpoint: full_state_dict",
         "It would return pieces instead of full values, and copy full tensors of metadata.",
         "None: torch's iteration over a state dict checks for the class DTensor.",
-        replace_in_module(_STATE_DICTS, state_dicts.wrap_iterate_state_dict, "_iterate_state_dict"),
+        replace(state_dicts.wrap_iterate_state_dict, _STATE_DICTS + "_iterate_state_dict"),
     ),
     Change(
         "torch.distributed.checkpoint: broadcast_from_rank0",
         "Every rank would hold the full model until it is loaded.",
         "None, as for full_state_dict.",
-        replace_in_module(_STATE_DICTS, state_dicts.wrap_broadcast_tensors, "_broadcast_tensors"),
+        replace(state_dicts.wrap_broadcast_tensors, _STATE_DICTS + "_broadcast_tensors"),
     ),
     Change(
         "torch.distributed.checkpoint: async_save",
         "It would read the memory of a DistTensor, which raises an error.",
         "A stager, which would have to be passed to each call of async_save.",
-        replace_in_module(
-            "torch.distributed.checkpoint._state_dict_stager",
+        replace(
             state_dicts.wrap_offload_tensor,
-            "_offload_tensor",
-            owner="StateDictStager",
+            _CHECKPOINT + "_state_dict_stager:StateDictStager._offload_tensor",
         ),
     ),
     Change(
         "torch.distributed.checkpoint: optimizers of several stages",
         "A rank has no state and no names for the parameters of other stages.",
         "None: hooks of state_dict belong to one optimizer.",
-        replace_in_module(
-            "torch.distributed.checkpoint.state_dict",
-            state_dicts.wrap_state_dict_fn,
-            "_state_dict_fn",
-        ),
+        replace(state_dicts.wrap_state_dict_fn, _CHECKPOINT + "state_dict:_state_dict_fn"),
     ),
     Change(
         "transformers: save_pretrained",
         "Rank 0 would change the folder, and might wait for other ranks, before reading the "
         "memory of a DistTensor raises an error.",
         "None: it calls no function that can be overridden before it writes.",
-        replace_in_module(
-            "transformers.modeling_utils",
-            refusals.save_pretrained,
-            "save_pretrained",
-            "PreTrainedModel",
+        replace(
+            refusals.save_pretrained, "transformers.modeling_utils:PreTrainedModel.save_pretrained"
         ),
     ),
     Change(
@@ -329,7 +304,7 @@ TABLE = (
         "torch.compiler.disable, which makes each call slower.",
         join(
             tracers.skip_our_frames,
-            replace_in_module("torch._dynamo.utils", tracers.wrap_warn_once, "warn_once"),
+            replace(tracers.wrap_warn_once, "torch._dynamo.utils:warn_once"),
         ),
     ),
     Change(

@@ -17,7 +17,7 @@ from typing import Any
 from disttensor.dispatch import dispatch, native
 from disttensor.dispatch.fallback import writes
 from disttensor.errors import name_of, user_line
-from disttensor.patches.imports import Undo, once_imported
+from disttensor.patches.change import Undo, once_imported
 from disttensor.pytree import collect, substitute
 from disttensor.tensor.dist_tensor import TRACERS, WAY_OUT, DistTensor
 from disttensor.torch_private import outside_transforms

@@ -33,7 +33,7 @@ from disttensor.torch_private import run_backward as engine_backward
 Tensor = torch.Tensor
 
 # Full tensor argument of a custom autograd function that runs -> the DistTensor that it was made
-# from; set by disttensor.patches.whole_function
+# from; set by disttensor.patches.autograd_function
 DIST_ARGUMENTS: ContextVar[Mapping[Tensor, MeshTensor]] = ContextVar("behind", default={})  # noqa: B039
 
 

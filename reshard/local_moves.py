@@ -1,5 +1,5 @@
-"""R -> P(op) and S(d) -> P(op), without communication: elements that a rank does not hold become
-the neutral element of op."""
+"""Moves without communication. R -> S(d): each rank keeps its piece, a view. R -> P(op) and S(d) ->
+P(op): elements that a rank does not hold become the neutral element of op."""
 
 from __future__ import annotations
 
@@ -9,8 +9,14 @@ import torch
 
 from disttensor.core.placement import Partial, Replicate, Shard, neutral_element
 from disttensor.core.spec import DistSpec
-from reshard.all_reduce import pending
+from reshard.reductions import pending
 from reshard.registry import Axes, Tensor, register
+
+
+@register(Replicate, Shard, kind="slice")
+def keep_piece(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
+    """Cuts ``f32[8, 6]`` to ``f32[8@dp, 6]``: a view of x, without communication."""
+    return dst.local_box.cut(x, src.local_box)
 
 
 @register(Replicate, Partial, kind="to_partial")

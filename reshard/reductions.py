@@ -1,4 +1,5 @@
-"""P(op) -> S(d): one reduce_scatter, over several axes and to several dims at once."""
+"""P(op) -> R by one all_reduce over all axes that wait for the same reduction; P(op) -> S(d) by one
+reduce_scatter, over several axes and to several dims at once."""
 
 from __future__ import annotations
 
@@ -9,11 +10,29 @@ from disttensor.cache import cached
 from disttensor.comm import collectives
 from disttensor.comm.process_group import backend_name
 from disttensor.comm.work import finished
-from disttensor.core.placement import Partial, Shard
+from disttensor.core.placement import Partial, Replicate, Shard
 from disttensor.core.spec import DistSpec
-from reshard.all_reduce import pending
 from reshard.piece_grid import PieceGrid, piece_grid
 from reshard.registry import NOW, Axes, How, Tensor, ready, register, then
+
+
+def ring(src_bytes: int, dst_bytes: int, ranks: int) -> float:
+    return 2 * (ranks - 1) / ranks * src_bytes
+
+
+@cached(4096)
+def pending(spec: DistSpec, axes: Axes) -> str:
+    """Returns the reduction that is pending on ``axes``, the same on all of them."""
+    return next(op for axis, op in spec.layout.partial if axis == axes[0])
+
+
+@register(Partial, Replicate, cost=ring)
+def all_reduce(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes, how: How = NOW) -> Any:
+    """Reduces ``f32[8] {dp: P(sum)}`` to ``f32[8]``; any reduction, and ``avg`` divides by the
+    ranks. It always reduces a copy."""
+    if not x.numel():  # then it is empty on every rank of the group
+        return ready(x, how)
+    return how.run(collectives.all_reduce, x, pending(src, axes), src.mesh.group(axes))
 
 
 @cached(4096)
