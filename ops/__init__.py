@@ -13,8 +13,8 @@ import typing
 from disttensor import module_names
 from disttensor.core.layout import Layout
 from disttensor.core.spec import DistSpec
-from ops.factors import Arg, Factors, letters, pointwise_factors
-from ops.infer import Inferred, NoRule, infer
+from ops.factors import Arg, Factors, NoRule, letters, pointwise_factors
+from ops.infer import Inferred, infer
 from ops.registry import RULES, Rule, register, replace_rule, rule
 
 # Each module of a family fills its part of the table.

@@ -10,15 +10,10 @@ from typing import Any
 from disttensor.core.layout import Axes, replicated
 from disttensor.core.placement import Placement
 from disttensor.pytree import substitute
-from ops.factors import Arg, Factors
+from ops.factors import Arg, Factors, NoRule
 from ops.propagation import Decision, assign
 from ops.registry import RULES, Rule
 from ops.signatures import by_position
-
-
-class NoRule(LookupError):
-    """Raised if a function has no rule, or its rule does not cover this call: the call falls
-    back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +45,8 @@ def decide(
             f"the rule {rule.name} speaks of {len(factors.inputs)} tensors, the call has "
             f"{len(tensors)}"
         )
+    if not factors.per_item:
+        factors = factors.with_sizes([t.shape for t in tensors])
     return rule, factors, assign(factors, tensors, mesh_shape, fixed=rule.inplace)
 
 

@@ -27,8 +27,8 @@ from disttensor.errors import name_of, user_line
 from disttensor.pytree import collect, substitute
 from disttensor.tensor.dist_tensor import DistTensor, wait_for
 from disttensor.tensor.reshard import is_local_relabel
-from ops.factors import Arg, Factors
-from ops.infer import NoRule, decide
+from ops.factors import Arg, Factors, NoRule
+from ops.infer import decide
 from ops.local import LocalCall
 from ops.propagation import Decision, of_any_size, sizes_of
 from ops.registry import RULES, Rule

@@ -3,7 +3,6 @@ them at import, ``uninstall`` reverts them. Not here: code that works without a 
 """
 
 from disttensor.patches.change import Change as Change
-from disttensor.patches.change import original as original
 from disttensor.patches.table import TABLE as TABLE
 from disttensor.patches.table import install as install
 from disttensor.patches.table import uninstall as uninstall

@@ -6,15 +6,15 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
 Undo = Callable[[], None]
+Make = Callable[[], Undo]
 Place = str | tuple[Any, str]  # "module:name" or "module:Class.name", or an owner and a name
 
-_originals: dict[str, Any] = {}
 _waiting: dict[str, list[Callable[[], None]]] = {}
 
 
@@ -26,33 +26,30 @@ class Change:
     what: str
     why: str
     public: str
-    make: Callable[[str], Undo]
+    make: Make
 
 
-def replace(new: Callable[[Any], Any], *places: Place) -> Callable[[str], Undo]:
+def replace(new: Callable[[Any], Any], *places: Place) -> Make:
     """Returns a change that puts ``new(original)`` at ``places``, which are names of one function,
     when the module of the first is imported. Undoing it keeps replacements that other code has made
     since."""
 
-    def make(what: str) -> Undo:
-        def change(module: Any) -> Undo:
-            found = [_owner_of(place) for place in places]
-            before = _originals[what] = inspect.getattr_static(*found[0])
-            after = new(before)
+    def change(module: Any = None) -> Undo:
+        found = [_owner_of(place) for place in places]
+        before = inspect.getattr_static(*found[0])
+        after = new(before)
+        for owner, name in found:
+            setattr(owner, name, after)
+
+        def undo() -> None:
             for owner, name in found:
-                setattr(owner, name, after)
+                if inspect.getattr_static(owner, name) is after:
+                    setattr(owner, name, before)
 
-            def undo() -> None:
-                for owner, name in found:
-                    if inspect.getattr_static(owner, name) is after:
-                        setattr(owner, name, before)
+        return undo
 
-            return undo
-
-        first = places[0]
-        return once_imported(first.split(":")[0], change) if type(first) is str else change(None)
-
-    return make
+    first = places[0]
+    return partial(once_imported, first.split(":")[0], change) if type(first) is str else change
 
 
 def _owner_of(place: Place) -> tuple[Any, str]:
@@ -64,19 +61,19 @@ def _owner_of(place: Place) -> tuple[Any, str]:
     return reduce(getattr, owners, sys.modules[module]), name
 
 
-def append_to(table: list[Any], item: Any) -> Callable[[str], Undo]:
-    def make(what: str) -> Undo:
+def append_to(table: list[Any], item: Any) -> Make:
+    def make() -> Undo:
         table.append(item)
         return lambda: table.remove(item)
 
     return make
 
 
-def join(*makes: Callable[[str], Undo]) -> Callable[[str], Undo]:
+def join(*makes: Make) -> Make:
     """Joins several changes to one."""
 
-    def make(what: str) -> Undo:
-        undos = [one(what) for one in makes]
+    def make() -> Undo:
+        undos = [one() for one in makes]
 
         def undo() -> None:
             for one in reversed(undos):
@@ -85,11 +82,6 @@ def join(*makes: Callable[[str], Undo]) -> Callable[[str], Undo]:
         return undo
 
     return make
-
-
-def original(name: str) -> Any:
-    """Returns the object of torch that a change replaced."""
-    return _originals[name]
 
 
 # Modules that are not imported yet ----------------------------------------------------------------

@@ -3,7 +3,6 @@ does not change."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from disttensor.patches import (
     state_dicts,
     tracers,
 )
-from disttensor.patches.change import Change, Undo, append_to, join, once_imported, replace
+from disttensor.patches.change import Change, Make, Undo, append_to, join, once_imported, replace
 from disttensor.random import counter
 from disttensor.tensor.dist_tensor import DistTensor, rebuild
 from disttensor.torch_private import default_group, foreach_types, jit_tracers, transform_ends
@@ -31,7 +30,7 @@ from disttensor.trace import module_guard
 _undo: dict[str, Undo] = {}
 
 
-def _record_tracer(name: str) -> Callable[[str], Undo]:
+def _record_tracer(name: str) -> Make:
     """Returns a change that records when the tracer of this name runs."""
     owner, begin, end = transform_ends[name]
     return join(
@@ -39,12 +38,7 @@ def _record_tracer(name: str) -> Callable[[str], Undo]:
     )
 
 
-def _add_step_hook(what: str) -> Undo:
-    handle = register_optimizer_step_pre_hook(step_hooks.before_step)
-    return handle.remove
-
-
-def _allow_load(what: str) -> Undo:
+def _allow_load() -> Undo:
     torch.serialization.add_safe_globals([rebuild])
 
     def undo() -> None:
@@ -55,7 +49,7 @@ def _allow_load(what: str) -> Undo:
     return undo
 
 
-def _register_backend(what: str) -> Undo:
+def _register_backend() -> Undo:
     def change(dispatch: Any) -> Undo:
         dispatch._aliases["disttensor"] = "opt_einsum.backends.torch"
         return lambda: dispatch._aliases.pop("disttensor", None)
@@ -63,13 +57,13 @@ def _register_backend(what: str) -> Undo:
     return once_imported("opt_einsum.backends.dispatch", change)
 
 
-def _report_failures(what: str) -> Undo:
+def _report_failures() -> Undo:
     if default_group() is not None:
         failure_watch.watch()
     return failure_watch.unwatch
 
 
-def _guard_modules(what: str) -> Undo:
+def _guard_modules() -> Undo:
     module_guard.allow()
     return module_guard.unwrap_methods
 
@@ -153,7 +147,7 @@ TABLE = (
         "Pending gradients would be reduced one by one, and an optimizer could update parameters "
         "that the model has since replaced.",
         "The change uses it: register_optimizer_step_pre_hook.",
-        _add_step_hook,
+        lambda: register_optimizer_step_pre_hook(step_hooks.before_step).remove,
     ),
     Change(
         "torch.nn.utils.clip_grad_norm_",
@@ -319,7 +313,7 @@ TABLE = (
         "Members would wait for each other under different names of the group. Changed only while "
         "a group is made.",
         "None: new_group has no argument for the name.",
-        lambda what: lambda: None,
+        lambda: lambda: None,
     ),
 )
 
@@ -336,7 +330,7 @@ def install(*names: str) -> None:
     """Makes the changes with these names in ``TABLE``, or all, that are not made yet."""
     for change in _select(names):
         if change.what not in _undo:
-            _undo[change.what] = change.make(change.what)
+            _undo[change.what] = change.make()
 
 
 def uninstall(*names: str) -> None:

@@ -122,7 +122,7 @@ def wrap_warn_once(original: Function) -> Function:
     return warn_once
 
 
-def skip_our_frames(what: str) -> Undo:
+def skip_our_frames() -> Undo:
     """Makes Dynamo run the frames of our packages in Python, and break its graphs there. It would
     confuse two closures that have the same code. It still traces wrappers of torch's functions,
     for regular tensors."""

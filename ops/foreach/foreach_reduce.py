@@ -15,9 +15,8 @@ from torch import Tensor
 
 from disttensor.core.layout import Axes
 from ops.dtypes import root
-from ops.factors import Arg, Factors, Letter
+from ops.factors import Arg, Factors, NoRule
 from ops.foreach.foreach import grouped, lists_of
-from ops.infer import NoRule
 from ops.reduction.max_min import Extreme, neutral, ties
 from ops.registry import rule
 
@@ -30,8 +29,7 @@ def each_to_number(tensors: Sequence[Arg], reduce: Callable[..., Sequence[Tensor
 
     def one(members: Sequence[Arg]) -> Factors:
         dims = tuple(range(members[0].ndim))
-        sizes: dict[Letter, int] = dict(enumerate(members[0].shape))
-        return Factors((dims,), ((),), sizes, reduced=dict.fromkeys(dims, "inner"))
+        return Factors((dims,), ((),), reduced=dict.fromkeys(dims, "inner"))
 
     def local(call: Any) -> Callable[..., Sequence[Tensor]]:
         groups = by_axes(call)

@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from ops.dims import FIRST, front, letters_of, moved, named
-from ops.factors import Arg, Factors, Letter
+from ops.dims import FIRST, front, letters_of, moved, named, replaced
+from ops.factors import Arg, Factors, Letter, NoRule
 from ops.indexing.vocab_shard import Owned
-from ops.infer import NoRule
 from ops.registry import rule
 from ops.shape.view_copy import copied
 
@@ -39,8 +38,7 @@ def select(input: Arg, dim: int, index: int) -> Factors:
             f"select(): index {index} out of range for tensor of size {list(input.shape)} at "
             f"dimension {at}"
         )
-    dims = letters_of(input)
-    return moved(input, (*dims[:at], *dims[at + 1 :]), view=True)
+    return moved(input, replaced(input, at), view=True)
 
 
 @rule(*named("narrow"), exact=True)
@@ -58,8 +56,7 @@ def narrow(input: Arg, dim: int, start: Any, length: int) -> Factors:
             return moved(input, letters_of(input), view=True, local=local)
     if not isinstance(start, int):
         raise NoRule("narrow by a tensor")
-    dims: tuple[Letter, ...] = letters_of(input)
-    return moved(input, (*dims[:at], "taken", *dims[at + 1 :]), {"taken": length}, view=True)
+    return moved(input, replaced(input, at, "taken"), {"taken": length}, view=True)
 
 
 rule(*named("narrow_copy"), exact=True, doc="as narrow")(copied(narrow))
@@ -71,9 +68,7 @@ def index_select(input: Arg, dim: int, index: Arg) -> Factors:
     if not input.ndim:
         raise NoRule("index_select of a number")
     at = front(dim, input.ndim)
-    dims: tuple[Letter, ...] = letters_of(input)
     which: Letter = "index" if index.ndim else None
-    sizes: dict[Letter, int] = {**dict(enumerate(input.shape)), "index": index.numel()}
 
     def local(call: Any) -> Callable[..., Tensor]:
         if not call.axes(at):
@@ -90,7 +85,7 @@ def index_select(input: Arg, dim: int, index: Arg) -> Factors:
 
     reduced: dict[Letter, str] = {at: "sum"} if summable(input) else {}
     return Factors(
-        (dims, (which,) * index.ndim), ((*dims[:at], which, *dims[at + 1 :]),), sizes, reduced,
+        (letters_of(input), (which,) * index.ndim), (replaced(input, at, which),), {}, reduced,
         linear_terms=FIRST, local=local,
     )  # fmt: skip
 
@@ -101,14 +96,12 @@ def _gathered(input: Arg, dim: int, index: Arg, broadcast: bool) -> Factors:
     mine: list[Letter] = []
     theirs: list[Letter] = []
     out: list[Letter] = []
-    sizes: dict[Letter, int] = {}
     shape: list[int] = []
     for d, (s, n) in enumerate(zip(input.shape, index.shape, strict=True)):
         if d == at:
             mine.append(d)
             theirs.append("index")
             out.append("index")
-            sizes.update({d: s, "index": n})
             shape.append(n)
             continue
         wide = max(s, n) if broadcast and 1 in (s, n) and 0 not in (s, n) else n
@@ -118,8 +111,6 @@ def _gathered(input: Arg, dim: int, index: Arg, broadcast: bool) -> Factors:
         mine.append(d if same or (broadcast and s == wide) else None)
         theirs.append(d if same or (broadcast and n == wide) else f"short{d}")
         out.append(d if same or broadcast else f"short{d}")
-        sizes[d] = wide if broadcast else s
-        sizes[f"short{d}"] = n
         shape.append(wide)
 
     def local(call: Any) -> Callable[..., Tensor]:
@@ -141,7 +132,7 @@ def _gathered(input: Arg, dim: int, index: Arg, broadcast: bool) -> Factors:
     short = {x for x in theirs if isinstance(x, str) and x != "index"}
     reduced: dict[Letter, str] = {at: "sum"} if summable(input) else {}
     return Factors(
-        (tuple(mine), tuple(theirs)), (tuple(out),), sizes, reduced, short, linear_terms=FIRST,
+        (tuple(mine), tuple(theirs)), (tuple(out),), {}, reduced, short, linear_terms=FIRST,
         shapes=(tuple(shape),), local=local,
     )  # fmt: skip
 
@@ -166,5 +157,4 @@ def take_along_dim(input: Arg, indices: Arg, dim: Any = None) -> Factors:
 def take(input: Arg, index: Arg) -> Factors:
     """the input is whole, the index's dims pass through"""
     ins = tuple(f"input{d}" for d in range(input.ndim))
-    sizes: dict[Letter, int] = dict(enumerate(index.shape))
-    return Factors((ins, letters_of(index)), (letters_of(index),), sizes, linear_terms=FIRST)
+    return Factors((ins, letters_of(index)), (letters_of(index),), linear_terms=FIRST)

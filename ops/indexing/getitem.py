@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from ops.dims import FIRST, letters_of
-from ops.factors import Arg, Factors, Letter, pointwise_factors
-from ops.infer import NoRule
+from ops.factors import Arg, Factors, Letter, NoRule, pointwise_factors
 from ops.registry import Rule, register, rule
 
 INTS = (torch.int64, torch.int32, torch.int16, torch.int8, None)
@@ -146,24 +145,17 @@ def _letters_of_indices(got: Indexed) -> list[tuple[Letter, ...]]:
     return out
 
 
-def _sizes(input: Arg, got: Indexed) -> dict[Letter, int]:
-    sizes: dict[Letter, int] = dict(enumerate(input.shape))
-    sizes.update({letter: size for letter, size in got.out if letter is not None})
-    return sizes
-
-
 @rule(torch.Tensor.__getitem__, exact=True)
 def getitem(input: Arg, index: Any) -> Factors:
     """full slices keep their split, indexed dims are whole, index tensors may be split"""
     got = read_index(input, index)
     if got.mask is not None:
         raise NoRule("the number of elements that a mask takes depends on the data")
-    sizes = _sizes(input, got)
     out = tuple(letter for letter, _ in got.out)
     shape = tuple(size for _, size in got.out)
     plain = not got.tensors
     return Factors(
-        (letters_of(input), *_letters_of_indices(got)), (out,), sizes, {},
+        (letters_of(input), *_letters_of_indices(got)), (out,), dict(got.out), {},
         set(got.whole), linear_terms=FIRST, moves=plain, view=got.index is None, shapes=(shape,),
     )  # fmt: skip
 
@@ -203,10 +195,9 @@ def assigned(input: Arg, index: Any, value: Any, **options: Any) -> Factors:
         inputs: list[tuple[Letter, ...]] = [dims, dims[:n]]
     else:
         inputs = [dims, *_letters_of_indices(got)]
-    sizes = _sizes(input, got)
     if isinstance(value, Arg):
         inputs.append(_value_letters(value, got.out))
-    return Factors(tuple(inputs), (dims,), sizes, {}, set(got.whole), **options)
+    return Factors(tuple(inputs), (dims,), unsplittable=set(got.whole), **options)
 
 
 def setitem(input: Arg, index: Any, value: Any) -> Factors:

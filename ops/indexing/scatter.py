@@ -13,11 +13,20 @@ from typing import Any
 
 import torch
 
-from ops.batching import shaped
-from ops.dims import SUM, front, fronts, letters_of, named, tensors_in, without
+from ops.dims import (
+    SUM,
+    front,
+    fronts,
+    letters_of,
+    moved,
+    named,
+    replaced,
+    shaped,
+    tensors_in,
+    without,
+)
 from ops.dtypes import HALVES
-from ops.factors import Arg, Factors, Letter, Terms, pointwise_factors
-from ops.infer import NoRule
+from ops.factors import Arg, Factors, Letter, NoRule, Terms, pointwise_factors
 from ops.registry import rule
 
 ADDS = ("sum", "add")
@@ -34,12 +43,9 @@ def along(target: Arg, dim: int, others: list[Arg], terms: Terms, adds: bool = F
     rows = {t.shape[at] for t in others}
     row = "row" if adds and terms and len(rows) == 1 else None
     own = tuple(row if d == at else None if d in whole else d for d in dims)
-    sizes: dict[Letter, int] = dict(enumerate(target.shape))
-    reduced: dict[Letter, str] = {}
-    if row:
-        sizes[row], reduced[row] = rows.pop(), "sum"
+    reduced: dict[Letter, str] = {row: "sum"} if row else {}
     inputs = (dims, *(own for _ in others))
-    return Factors(inputs, (dims,), sizes, reduced, whole, linear_terms=terms)
+    return Factors(inputs, (dims,), {}, reduced, whole, linear_terms=terms)
 
 
 def together(*tensors: Any) -> Terms:
@@ -98,7 +104,7 @@ def along_index(
         ins.append(())
     f = f.replace(inputs=tuple(ins), unsplittable=set(whole))
     if adds and terms and solid and index.ndim == 1 and source.shape[at] == index.shape[0]:
-        f.sizes["row"], f.reduced = index.shape[0], {"row": "sum"}
+        f.reduced = {"row": "sum"}
         source_dims = tuple("row" if d == at else x for d, x in enumerate(ins[2]))
         f.inputs = (ins[0], ("row",), source_dims)
     return f
@@ -137,11 +143,8 @@ def select_scatter(input: Arg, src: Arg, dim: int, index: int) -> Factors:
     """the dim is whole"""
     at = front(dim, input.ndim)
     dims = letters_of(input)
-    rest = (*dims[:at], *dims[at + 1 :])
-    return Factors(
-        (dims, rest), (dims,), dict(enumerate(input.shape)), unsplittable={at}, moves=True,
-        linear_terms=together(input, src),
-    )  # fmt: skip
+    f = moved(input, dims, unsplittable={at}, linear_terms=together(input, src))
+    return f.replace(inputs=(dims, replaced(input, at)))
 
 
 @rule(*named("slice_scatter"), exact=True)

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from ops.dims import letters_of, tensors_in
-from ops.factors import Arg, Dims, Factors
-from ops.infer import NoRule
+from ops.factors import Arg, Dims, Factors, NoRule
 from ops.registry import rule
 
 
@@ -19,7 +18,7 @@ def isin(elements: Any, test_elements: Any, **words: Any) -> Factors:
         raise NoRule("a number among elements")
     dims = letters_of(elements)
     ins = [dims, *((None,) * t.ndim for t in tensors_in(test_elements))]
-    return Factors(tuple(ins), (dims,), dict(enumerate(elements.shape)))
+    return Factors(tuple(ins), (dims,))
 
 
 @rule(torch.bucketize, exact=True)
@@ -28,7 +27,7 @@ def bucketize(input: Any, boundaries: Arg, **words: Any) -> Factors:
     if not isinstance(input, Arg):
         raise NoRule("the bucket of a number")
     dims = letters_of(input)
-    return Factors((dims, (None,)), (dims,), dict(enumerate(input.shape)))
+    return Factors((dims, (None,)), (dims,))
 
 
 @rule(torch.searchsorted, exact=True)
@@ -38,13 +37,9 @@ def searchsorted(sorted_sequence: Arg, input: Any, **words: Any) -> Factors:
         raise NoRule("the place of a number, or places by a sorter")
     if sorted_sequence.ndim == 1:
         dims: Dims = letters_of(input)
-        return Factors(((None,), dims), (dims,), dict(enumerate(input.shape)))
+        return Factors(((None,), dims), (dims,))
     n = sorted_sequence.ndim - 1
     rows = letters_of(sorted_sequence)[:-1]
     if input.ndim != n + 1 or input.shape[:-1] != sorted_sequence.shape[:-1]:
         raise NoRule("rows that do not fit")
-    return Factors(
-        ((*rows, None), (*rows, "v")),
-        ((*rows, "v"),),
-        {**dict(enumerate(sorted_sequence.shape[:-1])), "v": input.shape[-1]},
-    )
+    return Factors(((*rows, None), (*rows, "v")), ((*rows, "v"),))

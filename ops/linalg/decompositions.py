@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ops.batching import batched_factors
-from ops.dims import named, tensors_in
+from ops.dims import batched_factors, named, tensors_in
 from ops.empty_pieces import padded_if_empty, zeros_if_empty
-from ops.factors import Arg, Factors
-from ops.infer import NoRule
+from ops.factors import Arg, Factors, NoRule
 from ops.registry import Function, rule
 
 

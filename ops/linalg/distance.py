@@ -10,8 +10,7 @@ import torch.nn.functional as F
 
 from ops.dims import front, named, without
 from ops.empty_pieces import zeros_if_empty
-from ops.factors import Arg, Factors, letters, pointwise_factors
-from ops.infer import NoRule
+from ops.factors import Arg, Factors, NoRule, letters, pointwise_factors
 from ops.reduction.sum import reduction
 from ops.registry import rule
 

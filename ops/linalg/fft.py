@@ -6,11 +6,9 @@ from typing import Any
 
 import torch
 
-from ops.batching import results_of, shaped
-from ops.dims import FIRST, fronts, letters_of, moved, tensors_in, without
+from ops.dims import FIRST, fronts, results_of, shaped, tensors_in, without
 from ops.empty_pieces import zeros_if_empty
-from ops.factors import Arg, Factors
-from ops.infer import NoRule
+from ops.factors import Arg, Factors, NoRule
 from ops.registry import Function, rule
 
 fft = torch.fft
@@ -39,13 +37,6 @@ for _names, _default in (
 ):
     for _name in _names.split():
         _transform(getattr(fft, _name), _default)
-
-
-@rule(fft.fftshift, fft.ifftshift, exact=True)
-def shift(input: Arg, dim: Any = None) -> Factors:
-    """movement; the dims that are shifted stay whole"""
-    gone = fronts(range(input.ndim) if dim is None else dim, input.ndim)
-    return moved(input, letters_of(input), unsplittable=set(gone))
 
 
 @rule(torch.stft, exact=True)

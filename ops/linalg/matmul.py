@@ -10,8 +10,7 @@ import torch.nn.functional as F
 
 from ops.dims import FIRST, PRODUCT
 from ops.empty_pieces import is_empty
-from ops.factors import Arg, Factors, Letter, LocalMaker, letters
-from ops.infer import NoRule
+from ops.factors import Arg, Factors, Letter, LocalMaker, NoRule, letters
 from ops.linalg import overlapped_linear
 from ops.local import LocalCall
 from ops.registry import rule

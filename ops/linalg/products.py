@@ -9,9 +9,9 @@ import torch
 
 from ops.dims import PRODUCT, front, named
 from ops.empty_pieces import bias_if_empty
-from ops.factors import Arg, Dims, Factors, Letter, letters, pointwise_factors
-from ops.infer import NoRule
+from ops.factors import Arg, Dims, Factors, Letter, NoRule, letters, pointwise_factors
 from ops.linalg.matmul import SUM_K, fit
+from ops.propagation import sizes_of
 from ops.reduction.sum import reduction
 from ops.registry import rule
 
@@ -73,9 +73,8 @@ def vander(x: Arg, *, N: Any = None) -> Factors:
         raise NoRule("vander of a number")
     powers = x.shape[-1] if N is None else N
     dims = tuple(range(x.ndim))
-    sizes: dict[Letter, int] = {**dict(enumerate(x.shape)), "powers": powers}
     local = lambda call: lambda x, N=None: call.func(x, N=powers)  # noqa: E731
-    return Factors((dims,), ((*dims, "powers"),), sizes, local=local)
+    return Factors((dims,), ((*dims, "powers"),), {"powers": powers}, local=local)
 
 
 @rule(torch.linalg.multi_dot, exact=True)
@@ -88,14 +87,13 @@ def multi_dot(tensors: Sequence[Arg], **words: Any) -> Factors:
         ins[0] = ins[0][1:]
     if tensors[-1].ndim == 1:
         ins[-1] = ins[-1][:1]
-    sizes: dict[Letter, int] = {}
-    for t, dims in zip(tensors, ins, strict=True):
-        for d, s in zip(dims, t.shape, strict=True):
-            if sizes.setdefault(d, s) != s:
-                raise NoRule("matrices that do not fit")
     out = (*ins[0][:-1], *ins[-1][1:])
     reduced: dict[Letter, str] = dict.fromkeys(names[1:-1], "sum")
-    return Factors(tuple(ins), (out,), sizes, reduced, linear_terms=(set(range(len(tensors))),))
+    every = set(range(len(tensors)))
+    f = Factors(tuple(ins), (out,), reduced=reduced, linear_terms=(every,))
+    if sizes_of(f, [t.shape for t in tensors]) is None:
+        raise NoRule("matrices that do not fit")
+    return f
 
 
 @rule(*named("kron"), exact=True)
@@ -120,8 +118,7 @@ def inner(input: Arg, other: Arg) -> Factors:
     if not input.ndim or not other.ndim:
         dims = tuple(range(max(input.ndim, other.ndim)))
         scalar = (dims[: input.ndim], dims[: other.ndim])
-        sizes: dict[Any, int] = dict(enumerate(input.shape or other.shape))
-        return Factors(scalar, (dims,), sizes, linear_terms=PRODUCT)
+        return Factors(scalar, (dims,), linear_terms=PRODUCT)
     fit("inner", input, -1, other, -1)
     left = " ".join(f"m{i}" for i in range(input.ndim - 1))
     right = " ".join(f"n{i}" for i in range(other.ndim - 1))
@@ -162,18 +159,15 @@ def tensordot(a: Arg, b: Arg, dims: Any = 2, out: None = None) -> Factors:
         left, right = tuple(d % a.ndim for d in pairs[0]), tuple(d % b.ndim for d in pairs[1])
     else:
         raise NoRule("tensordot: dims as a tensor")
-    sizes: dict[Any, int] = {}
     names_a: list[Any] = [f"a{i}" for i in range(a.ndim)]
     names_b: list[Any] = [f"b{i}" for i in range(b.ndim)]
     for n, (i, j) in enumerate(zip(left, right, strict=True)):
         if a.shape[i] != b.shape[j]:  # size 1 is summed on its own
             raise NoRule("tensordot of dims that differ")
         names_a[i] = names_b[j] = f"k{n}"
-    sizes.update(zip(names_a, a.shape, strict=True))
-    sizes.update(zip(names_b, b.shape, strict=True))
     kept = [x for i, x in enumerate(names_a) if i not in left] + [
         x for i, x in enumerate(names_b) if i not in right
     ]
     reduced: dict[Letter, str] = {f"k{n}": "sum" for n in range(len(left))}
     ins = tuple(names_a), tuple(names_b)
-    return Factors(ins, (tuple(kept),), sizes, reduced, linear_terms=PRODUCT)
+    return Factors(ins, (tuple(kept),), reduced=reduced, linear_terms=PRODUCT)

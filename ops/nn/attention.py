@@ -15,8 +15,7 @@ from torch import Tensor
 
 from disttensor.core.layout import Box
 from ops.empty_pieces import zeros_if_empty
-from ops.factors import Arg, Factors
-from ops.infer import NoRule
+from ops.factors import Arg, Factors, NoRule
 from ops.local import DrawProtocol, LocalCall, Part
 from ops.nn import attention_policy
 from ops.nn.split_sequence import split_attention

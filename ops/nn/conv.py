@@ -15,8 +15,7 @@ import torch
 
 from ops.dims import PRODUCT, tuple_of
 from ops.empty_pieces import bias_if_empty, is_empty
-from ops.factors import Arg, Factors
-from ops.infer import NoRule
+from ops.factors import Arg, Factors, NoRule
 from ops.local import LocalCall
 from ops.nn.halo import Window, halo
 from ops.registry import rule
@@ -69,10 +68,8 @@ def _factors(
             f"{name}: input {list(input.shape)} and weight {list(weight.shape)} do not fit"
         )
     sizes: dict[Any, int] = {"g": groups, "c": c, "o": o}
-    for names, values in (
-        (lead, input.shape), (made, out), (slide, input.shape[-n:]), (taps, weight.shape[2:])
-    ):  # fmt: skip
-        sizes.update(zip(names, values, strict=False))
+    if transposed:
+        sizes.update(zip(made, out, strict=True))
     inputs: list[tuple[Any, ...]] = [(*lead, into, *slide), weights]
     if isinstance(bias, Arg):
         inputs.append((outof,))

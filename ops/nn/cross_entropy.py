@@ -17,9 +17,8 @@ import torch.nn.functional as F
 
 from disttensor.core.layout import Axes
 from ops.dtypes import HALVES, wide
-from ops.factors import Arg, Factors, Letter
+from ops.factors import Arg, Factors, Letter, NoRule
 from ops.indexing.vocab_shard import Owned
-from ops.infer import NoRule
 from ops.local import Collectives
 from ops.nn.loss import requested_reduction, total
 from ops.registry import rule
@@ -56,7 +55,6 @@ def _factors(input: Arg, target: Arg, weight: Any, words: dict[str, Any], logits
     ins = [tuple(every), tuple(every) if dense else tuple(dims)]
     if isinstance(weight, Arg):
         ins.append(("c",))
-    sizes: dict[Letter, int] = dict(zip(every, input.shape, strict=True))
     reduced: dict[Letter, str] = {"c": "inner"}
     out: tuple[Letter, ...] = tuple(dims)
     if reduction != "none":
@@ -72,9 +70,7 @@ def _factors(input: Arg, target: Arg, weight: Any, words: dict[str, Any], logits
         )
         return _local(call.func, options)
 
-    return Factors(
-        tuple(ins), (out,), sizes, reduced, local=local, independent=set(dims)
-    )  # fmt: skip
+    return Factors(tuple(ins), (out,), reduced=reduced, local=local, independent=set(dims))
 
 
 @rule(F.cross_entropy, exact=True, sizes="letters")

@@ -14,9 +14,8 @@ import torch.nn.functional as F
 
 from ops.dims import letters_of
 from ops.empty_pieces import is_empty, zeros_if_empty
-from ops.factors import Arg, Factors, Letter
+from ops.factors import Arg, Factors, Letter, NoRule
 from ops.indexing.vocab_shard import Owned
-from ops.infer import NoRule
 from ops.registry import rule
 
 Tensor = torch.Tensor
@@ -66,15 +65,13 @@ def embedding(
     """..., v d -> ... d; v gives P(sum); the gradient is dense, also with ``sparse``"""
     if max_norm is not None or scale_grad_by_freq:
         raise NoRule("max_norm and scale_grad_by_freq look at the whole table or batch")
-    v, d = weight.shape
+    v = weight.shape[0]
     if padding_idx is not None and not -v <= padding_idx < v:
         raise AssertionError("Padding_idx must be within num_embeddings")
     ids: tuple[Letter, ...] = letters_of(input)
-    sizes: dict[Letter, int] = {**dict(enumerate(input.shape)), "v": v, "d": d}
-    terms = ({weight.index},)
     return Factors(
-        (ids, ("v", "d")), ((*ids, "d"),), sizes, {"v": "sum"}, linear_terms=terms, local=_local,
-        independent=set(ids),
+        (ids, ("v", "d")), ((*ids, "d"),), reduced={"v": "sum"}, linear_terms=({weight.index},),
+        local=_local, independent=set(ids),
         # otherwise the gradient of the result is smaller to sum
         rematerialize=math.prod(input.shape) >= v,
     )  # fmt: skip
@@ -112,10 +109,9 @@ def embedding_bag(
         linear.add(per_sample_weights.index)
     if isinstance(offsets, Arg):
         found[offsets.index] = (None,)
-    sizes: dict[Letter, int] = {"bags": bags, "d": weight.shape[1]}
     terms = (set(linear),) if mode in ("sum", "mean") else ()
     return Factors(
-        tuple(found[i] for i in sorted(found)), ((rows, "d"),), sizes, linear_terms=terms,
+        tuple(found[i] for i in sorted(found)), ((rows, "d"),), linear_terms=terms,
         shapes=((bags, weight.shape[1]),),
         local=_bags,
     )  # fmt: skip

@@ -51,20 +51,17 @@ def _(
 ) -> Factors:
     """... d, ... k, ... k, e ... -> ... d; an axis may split e and a dim of the tokens"""
     lead = tuple(f".{i}" for i in range(tokens.ndim - 1))
-    sizes: dict[Any, int] = dict(zip(lead, tokens.shape, strict=False))
-    sizes |= {"d": tokens.shape[-1], "k": indices.shape[-1], "e": num_experts}
     inputs: list[Any] = [(*lead, "d"), (*lead, "k"), (*lead, "k")]
     whole = {"d", "k"}
     for i, p in enumerate(parameters):
-        rest = {f"{i}.{d}": size for d, size in enumerate(p.shape[1:])}
+        rest = tuple(f"{i}.{d}" for d in range(1, p.ndim))
         inputs.append(("e", *rest))
-        sizes |= rest
-        whole |= rest.keys()
+        whole.update(rest)
     along = {a for axes in tokens.layout.dims[:-1] for a in axes}
     owns: Axes = max((p.layout.dims[0] for p in parameters), key=len, default=())
     both = tuple(a for a in owns if a in along)
     return Factors(
-        tuple(inputs), (inputs[0],), sizes, reduced={"e": "sum"}, unsplittable=set(whole),
+        tuple(inputs), (inputs[0],), reduced={"e": "sum"}, unsplittable=whole,
         co_split={"e": both} if both else {}, local=partial(_local, num_experts, both),
     )  # fmt: skip
 

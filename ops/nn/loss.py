@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from ops.dims import tensors_in
 from ops.dtypes import HALVES
 from ops.empty_pieces import grown
-from ops.factors import Arg, Factors, Letter, pointwise_factors
-from ops.infer import NoRule
+from ops.factors import Arg, Factors, Letter, NoRule, pointwise_factors
 from ops.registry import rule
 
 Tensor = torch.Tensor
@@ -123,7 +122,7 @@ def ctc_loss(
     ins: tuple[Any, ...] = (None, "n", None), ("n", None) if rows else (None,)
     for given, letter in zip(lengths, ("n", "n" if rows else None), strict=True):
         ins += ((letter,),) if isinstance(given, Arg) else ()
-    f = Factors(ins, (("n",),), {"n": n}, local=_ctc_local)
+    f = Factors(ins, (("n",),), local=_ctc_local)
     return f if not reduction else f.replace(outputs=((),), reduced={"n": "sum"})
 
 
@@ -167,7 +166,7 @@ def rowwise(tensors: list[Arg], words: dict[str, Any]) -> Factors:
     if any(t.ndim not in (1, 2) or t.shape[0] != rows for t in tensors) or tensors[0].ndim != 2:
         raise NoRule("rows of vectors only")
     ins: list[tuple[Letter, ...]] = [("rows", None)[: t.ndim] for t in tensors]
-    f = Factors(tuple(ins), (("rows",),), {"rows": rows})
+    f = Factors(tuple(ins), (("rows",),))
     return loss_factors(f, reduction, rows)
 
 

@@ -12,15 +12,13 @@ import torch
 import torch.nn.functional as F
 
 from disttensor.core.layout import Axes
-from ops.batching import shaped
-from ops.dims import SECOND, tensors_in, without
+from ops.dims import SECOND, shaped, tensors_in, without
 from ops.dtypes import widened
 from ops.empty_pieces import is_empty, padded_if_empty, zeros_if_empty
-from ops.factors import Arg, Factors, pointwise_factors
-from ops.infer import NoRule
+from ops.factors import Arg, Factors, NoRule, pointwise_factors
 from ops.local import LocalCall
+from ops.reduction.norm_var import moments
 from ops.reduction.sum import sizes_of
-from ops.reduction.var_std import moments
 from ops.registry import rule
 
 Tensor = torch.Tensor
@@ -57,8 +55,7 @@ def group_norm(
     if channels % num_groups:
         raise RuntimeError(f"group_norm: {channels} channels do not make {num_groups} groups")
     dims = ("n", ("g", "c"), *range(input.ndim - 2))
-    sizes: dict[Any, int] = {"n": input.shape[0], "g": num_groups, "c": channels // num_groups}
-    sizes.update(zip(dims[2:], input.shape[2:], strict=True))
+    sizes: dict[Any, int] = {"g": num_groups, "c": channels // num_groups}
     inputs = (dims, *((("g", "c"),) for o in (weight, bias) if isinstance(o, Arg)))
 
     def local(call: LocalCall) -> Any:
@@ -98,11 +95,10 @@ def batch_norm(
     dims = tuple(range(input.ndim))
     rest = [o for o in (running_mean, running_var, weight, bias) if isinstance(o, Arg)]
     inputs = (dims, *((1,) for _ in rest))
-    sizes: dict[Any, int] = dict(enumerate(input.shape))
     mixed = len({o.dtype for o in rest}) > 1
     whole_batch = _of_one_dtype if mixed else padded_if_empty
     if not training:
-        return Factors(inputs, (dims,), sizes, local=partial(_of_a_dense_gradient, whole_batch))
+        return Factors(inputs, (dims,), local=partial(_of_a_dense_gradient, whole_batch))
     if math.prod(input.shape[d] for d in dims if d != 1) == 1:
         raise ValueError(
             "Expected more than 1 value per channel when training, got input size "
@@ -118,7 +114,7 @@ def batch_norm(
         axes = tuple(sorted(call.axes(*gone)))
         return _batch_norm(call, gone, axes) if axes or is_empty(call) else whole_batch(call)
 
-    return Factors(inputs, (dims,), sizes, side_writes=written, local=local)
+    return Factors(inputs, (dims,), side_writes=written, local=local)
 
 
 def _of_a_dense_gradient(make: Callable[[LocalCall], Any], call: LocalCall) -> Any:
@@ -191,9 +187,8 @@ def weight_norm(v: Arg, g: Arg, dim: int = 0) -> Factors:
         raise NoRule("one norm of the whole")
     ins = [without(t, set(range(v.ndim)) - {dim}) for t in (v, g)]
     return Factors(
-        tuple(ins), (ins[0],), {dim: v.shape[dim]}, linear_terms=SECOND, shapes=(v.shape,),
-        local=zeros_if_empty,
-    )  # fmt: skip
+        tuple(ins), (ins[0],), linear_terms=SECOND, shapes=(v.shape,), local=zeros_if_empty
+    )
 
 
 @rule(torch.native_layer_norm, exact=True)

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from ops.empty_pieces import zeros_if_empty
-from ops.factors import Arg, Factors
-from ops.infer import NoRule
+from ops.factors import Arg, Factors, NoRule
 from ops.registry import rule
 
 
@@ -25,11 +24,8 @@ def recurrent(
         raise NoRule("dropout between the layers, which draws inside")
     states = [hx] if isinstance(hx, Arg) else hx
     lead = ("n", "t") if batch_first else ("t", "n")
-    sizes: dict[Any, int] = dict(zip((*lead, "i"), input.shape, strict=True))
-    sizes["o"] = states[0].shape[2] * (2 if bidirectional else 1)
     kept = [("l", "n", f"h{i}") for i in range(len(states))]
-    for names, state in zip(kept, states, strict=True):
-        sizes.update({names[0]: state.shape[0], names[2]: state.shape[2]})
-    inputs = ((*lead, "i"), *kept, *((None,) * w.ndim for w in params))
-    whole = sizes.keys() - {"n"}
+    sizes: dict[Any, int] = {"o": states[0].shape[2] * (2 if bidirectional else 1)}
+    inputs = ((*lead, None), *kept, *((None,) * w.ndim for w in params))
+    whole = {"t", "l", *(names[2] for names in kept)}
     return Factors(inputs, ((*lead, "o"), *kept), sizes, unsplittable=whole, local=zeros_if_empty)

@@ -1,4 +1,4 @@
-"""Functions of images: they rearrange pixels, extract or pool windows, or look up values by
+"""Functions of images: they rearrange pixels, resize, extract or pool windows, or look up values by
 position. The batch passes through, and usually the channels."""
 
 from __future__ import annotations
@@ -8,11 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ops.batching import batched_factors, shaped
-from ops.dims import FIRST, without
+from ops.dims import FIRST, batched_factors, shaped, without
 from ops.empty_pieces import zeros_if_empty
-from ops.factors import Arg, Factors, Letter
-from ops.infer import NoRule
+from ops.factors import Arg, Factors, NoRule
 from ops.registry import Function, rule
 
 
@@ -63,27 +61,31 @@ def local_response_norm(input: Arg, size: int, *args: Any, **words: Any) -> Fact
     if input.ndim < 3:
         raise NoRule("local_response_norm of fewer than 3 dims")
     dims = without(input, [1])
-    sizes: dict[Letter, int] = dict(enumerate(input.shape))
-    return Factors((dims,), (dims,), sizes, shapes=(input.shape,), local=zeros_if_empty)
+    return Factors((dims,), (dims,), shapes=(input.shape,), local=zeros_if_empty)
+
+
+@rule(F.interpolate, exact=True, floats=True)
+def interpolate(
+    input: Arg, size: Any = None, scale_factor: Any = None, mode: str = "nearest",
+    align_corners: Any = None,
+    recompute_scale_factor: Any = None, antialias: bool = False,
+) -> Factors:  # fmt: skip
+    """linear; batch and channels pass through"""
+    args = (input, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
+    if input.ndim < 3 or 0 in input.shape:
+        raise NoRule("interpolate wants batch, channels and at least one more dim")
+    return batched_factors(
+        F.interpolate, args, {}, [input], [input.ndim - 2], linear_terms=FIRST, local=zeros_if_empty
+    )
 
 
 @rule(F.grid_sample, torch.grid_sampler, torch.grid_sampler_2d, torch.grid_sampler_3d, exact=True)
 def grid_sample(input: Arg, grid: Arg, *args: Any, **words: Any) -> Factors:
     """n c ..., n points 2 -> n c points: linear in the image, which is whole; points may be
     split"""
-    n, points = input.ndim - 2, grid.shape[1:-1]
+    n = input.ndim - 2
     if n < 2 or grid.ndim != input.ndim or input.shape[0] != grid.shape[0] or 0 in input.shape:
         raise NoRule("an image and a grid that do not fit")
     spots = tuple(f"p{i}" for i in range(n))
-    sizes: dict[Letter, int] = {
-        "n": input.shape[0],
-        "c": input.shape[1],
-        **dict(zip(spots, points, strict=True)),
-    }
-    return Factors(
-        (("n", "c", *(None,) * n), ("n", *spots, None)),
-        (("n", "c", *spots),),
-        sizes,
-        linear_terms=FIRST,
-        local=zeros_if_empty,
-    )
+    ins = ("n", "c", *(None,) * n), ("n", *spots, None)
+    return Factors(ins, (("n", "c", *spots),), linear_terms=FIRST, local=zeros_if_empty)

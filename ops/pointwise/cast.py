@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from ops.dims import FIRST, SECOND
-from ops.factors import Arg, Factors, Letter, pointwise_factors
-from ops.infer import NoRule
+from ops.factors import Arg, Factors, NoRule, pointwise_factors
 from ops.pointwise.elementwise import enter
 from ops.registry import Rule, rule
 
@@ -98,10 +97,8 @@ def type_(input: Arg, dtype: Any = None, non_blocking: bool = False) -> Factors:
 def view_as_real(input: Arg) -> Factors:
     """... -> ... 2"""
     dims = tuple(range(input.ndim))
-    sizes: dict[Letter, int] = {**dict(enumerate(input.shape)), "two": 2}
-    return Factors(
-        (dims,), ((*dims, "two"),), sizes, unsplittable={"two"}, linear_terms=FIRST, view=True
-    )
+    out = (*dims, "two")
+    return Factors((dims,), (out,), {"two": 2}, {}, {"two"}, linear_terms=FIRST, view=True)
 
 
 @rule(torch.view_as_complex)
@@ -112,8 +109,7 @@ def view_as_complex(input: Arg) -> Factors:
             f"view_as_complex: the last dim holds two numbers, but the shape is {input.shape}"
         )
     dims = tuple(range(input.ndim))
-    sizes: dict[Letter, int] = dict(enumerate(input.shape))
-    return Factors((dims,), (dims[:-1],), sizes, linear_terms=FIRST, view=True, local=_pairs)
+    return Factors((dims,), (dims[:-1],), linear_terms=FIRST, view=True, local=_pairs)
 
 
 def _pairs(call: Any) -> Any:

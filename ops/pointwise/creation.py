@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ops.factors import Arg, Factors, Letter, pointwise_factors
-from ops.infer import NoRule
+from ops.dims import letters_of
+from ops.factors import Arg, Dims, Factors, NoRule, pointwise_factors
 from ops.registry import rule
 
 INPUT = frozenset({0})
@@ -31,11 +31,13 @@ def new(input: Arg, shape: tuple[int, ...], local: Callable[[Any], Any] | None) 
     replicated."""
     if shape == input.shape:
         return pointwise_factors([input], metadata_only=INPUT, local=local)
-    dims = tuple(range(input.ndim))
-    sizes: dict[Letter, int] = dict(enumerate(input.shape))
-    return Factors(
-        (dims,), ((None,) * len(shape),), sizes, shapes=(shape,), metadata_only=INPUT, local=local
-    )
+    return replicated(input, shape).replace(local=local)
+
+
+def replicated(input: Arg, shape: tuple[int, ...]) -> Factors:
+    """Returns the factors of a new tensor that is replicated."""
+    out: Dims = (None,) * len(shape)
+    return Factors((letters_of(input),), (out,), shapes=(shape,), metadata_only=INPUT)
 
 
 def sizes_of(size: tuple[Any, ...]) -> tuple[int, ...]:
@@ -79,9 +81,7 @@ def new_tensor(input: Arg, data: Any, **kwargs: Any) -> Factors:
     if isinstance(data, Arg):
         raise NoRule("data that are a tensor")
     shape = tuple(torch.as_tensor(data).shape)
-    return Factors(
-        (tuple(range(input.ndim)),), ((None,) * len(shape),), shapes=(shape,), metadata_only=INPUT
-    )
+    return replicated(input, shape)
 
 
 @rule(torch.Tensor.new, exact=True)

@@ -20,9 +20,8 @@ import torch.nn.functional as F
 
 from disttensor.torch_private import nn_functions
 from ops.dims import tensors_in
-from ops.factors import Arg, Factors, Terms, pointwise_factors
-from ops.infer import NoRule
-from ops.registry import RULES, Function, Rule, functions_named, register
+from ops.factors import Arg, Factors, NoRule, Terms, pointwise_factors
+from ops.registry import RULES, Function, Rule, functions_named, register, rule
 
 # Linear in the first tensor; in both operands together (with a number the function is affine, and a
 # Partial is reduced first); in each of them; in the dividend of a number, unless the quotient is
@@ -95,68 +94,59 @@ def _not_inplace(func: Function, factors: Callable[..., Factors]) -> Callable[..
     return checked
 
 
-def operands(args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> list[Any]:
+def operands(args: Any, kwargs: dict[str, Any], names: str) -> list[Any]:
     """Returns the named arguments of a call, given by position or by name; None for a missing
     one."""
-    given = list(args[: len(names)])
-    return given + [kwargs.get(name) for name in names[len(given) :]]
+    wanted = names.split()
+    return [*args[: len(wanted)], *map(kwargs.get, wanted[len(args) :])]
 
 
-def each(*values: Any) -> Terms | None:
-    """Returns a term for each value: a tensor, or the tensors of a product. None if one holds only
-    a plain number."""
-    terms = []
-    for value in values:
-        members = value if isinstance(value, (list, tuple)) else (value,)
-        term = {m.index for m in members if isinstance(m, Arg)}
-        if not term:
-            return None
-        terms.append(term)
-    return tuple(terms)
+def each(*values: Any) -> Terms:
+    """Returns a term for each value: a tensor, or the tensors of a product. No terms if a value
+    holds only plain numbers."""
+    members = [v if isinstance(v, (list, tuple)) else (v,) for v in values]
+    terms = tuple({m.index for m in some if isinstance(m, Arg)} for some in members)
+    return terms if all(terms) else ()
 
 
-def first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return each(operands(args, kwargs, "input")[0])
+def joint(args: Any, kwargs: dict[str, Any]) -> Terms:
+    """Returns the terms of a sum. torch.add(x, alpha, y) is a deprecated form."""
+    return () if len(args) > 2 else each(*operands(args, kwargs, "input other"))
 
 
-def joint(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if len(args) > 2:
-        return None  # torch.add(x, alpha, y), a deprecated form
-    return each(*operands(args, kwargs, "input", "other"))
-
-
-def product(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return each(operands(args, kwargs, "input", "other"))
-
-
-def quotient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    input, other = operands(args, kwargs, "input", "other")
+def quotient(args: Any, kwargs: dict[str, Any]) -> Terms:
+    input, other = operands(args, kwargs, "input other")
     rounded = kwargs.get("rounding_mode") is not None
-    return None if rounded or isinstance(other, Arg) else each(input)
+    return () if rounded or isinstance(other, Arg) else each(input)
 
 
-LINEAR: dict[str, Callable[..., Any]] = {
-    "first": first, "joint": joint, "product": product, "quotient": quotient, "none": lambda args,
-    kwargs: None,
-}  # fmt: skip
+def product_and_sum(args: Any, kwargs: dict[str, Any]) -> Terms:
+    input, *factors = operands(args, kwargs, "input tensor1 tensor2")
+    return each(input, factors)
+
+
+# How a function is linear: see the names above -> the terms of a call
+LINEAR: dict[str, Callable[[Any, dict[str, Any]], Terms]] = {
+    "none": lambda args, kwargs: (),
+    "first": lambda args, kwargs: each(*operands(args, kwargs, "input")),
+    "joint": joint,
+    "product": lambda args, kwargs: each(operands(args, kwargs, "input other")),
+    "quotient": quotient,
+    "interpolation": lambda args, kwargs: each(*operands(args, kwargs, "input end")),
+    "product and sum": product_and_sum,
+}
 
 
 def pointwise(names: str, linear: str = "none", results: int = 1) -> None:
-    """Registers elementwise functions by name. ``linear``: "none"; "first" (in the first tensor);
-    "joint" (in both operands together: x + y); "product" (x * y); "quotient" (x / 2)."""
+    """Registers elementwise functions by name; ``linear``: a key of LINEAR."""
     terms_of = LINEAR[linear]
 
     def factors(*args: Any, **kwargs: Any) -> Factors:
-        terms = terms_of(args, kwargs) or ()
-        return pointwise_factors(tensors_in(*args, *kwargs.values()), results, linear_terms=terms)
+        tensors = tensors_in(*args, *kwargs.values())
+        return pointwise_factors(tensors, results, linear_terms=terms_of(args, kwargs))
 
-    enter(
-        names,
-        Rule(
-            "pointwise", factors, numbers="type", pattern=f"elementwise, linear: {linear}",
-            sizes="letters",
-        ),
-    )  # fmt: skip
+    pattern = f"elementwise, linear: {linear}"
+    enter(names, Rule("pointwise", factors, numbers="type", pattern=pattern, sizes="letters"))
 
 
 for _names, _linear in (
@@ -166,4 +156,30 @@ for _names, _linear in (
 for _names in (UNARY, BINARY, COMPARISON, LOGICAL, BITWISE):
     pointwise(_names)
 pointwise("addcdiv")
+pointwise("addcmul", "product and sum")
+pointwise("lerp", "interpolation")
 pointwise("frexp", results=2)
+
+
+@rule(torch.where, exact=True, numbers="type")
+def where(condition: Any, input: Any = None, other: Any = None) -> Factors:
+    """elementwise; linear in both choices together"""
+    if input is None or other is None:
+        raise NoRule("where(condition) is nonzero: its shape depends on data")
+    tensors = tensors_in(condition, input, other)
+    return pointwise_factors(tensors, linear_terms=each(input, other))
+
+
+@rule(torch.Tensor.where, exact=True, numbers="type")
+def tensor_where(input: Any, condition: Any, other: Any) -> Factors:
+    """elementwise; linear in both choices together"""
+    tensors = tensors_in(input, condition, other)
+    return pointwise_factors(tensors, linear_terms=each(input, other))
+
+
+@rule(torch.prelu)
+def prelu(input: Arg, weight: Arg) -> Factors:
+    """n c ..., c -> n c ...: a weight for each channel, or one for all"""
+    dims = tuple(range(input.ndim))
+    channel = 1 if input.ndim > 1 and weight.numel() > 1 else None
+    return Factors((dims, (channel,) * weight.ndim), (dims,))

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from disttensor.core.layout import Box
 from ops.dims import FIRST
-from ops.factors import Arg, Factors, pointwise_factors
-from ops.infer import NoRule
+from ops.factors import Arg, Factors, NoRule, pointwise_factors
 from ops.local import DrawProtocol, LocalCall, LocalShardInfo, Part
 from ops.random.fill import drawing, drawn
 from ops.registry import Function, rule

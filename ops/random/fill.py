@@ -17,8 +17,7 @@ from torch import Tensor
 
 from disttensor.core.layout import Layout
 from ops.dims import FIRST
-from ops.factors import Arg, Factors, LocalMaker, pointwise_factors
-from ops.infer import NoRule
+from ops.factors import Arg, Factors, LocalMaker, NoRule, pointwise_factors
 from ops.local import DrawProtocol, LocalCall
 from ops.registry import rule
 

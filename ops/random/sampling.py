@@ -125,8 +125,7 @@ def multinomial(input: Arg, num_samples: int, replacement: bool = False, **kwarg
             "as many columns as samples are taken without replacement"
         )
     rows = tuple(range(input.ndim - 1))
-    sizes: dict[Letter, int] = {**dict(enumerate(input.shape[:-1])), "n": input.shape[-1]}
-    sizes["s"] = num_samples
+    sizes: dict[Letter, int] = {"s": num_samples}
     return Factors(
         ((*rows, "n"),), ((*rows, "s"),), sizes, unsplittable={"n", "s"}, local=draw_multinomial
     )

@@ -15,8 +15,7 @@ import torch
 
 from disttensor.core.layout import Axes
 from disttensor.core.placement import neutral_element
-from ops.factors import Arg, Factors, pointwise_factors
-from ops.infer import NoRule
+from ops.factors import Arg, Factors, NoRule, pointwise_factors
 from ops.local import Collectives, LocalCall
 from ops.reduction.sum import inner, reduced_dims, reduction
 from ops.registry import rule

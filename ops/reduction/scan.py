@@ -7,11 +7,9 @@ from typing import Any
 
 import torch
 
-from ops.batching import shaped
-from ops.dims import FIRST, PRODUCT, front, fronts, named, tensors_in, without
+from ops.dims import FIRST, PRODUCT, front, fronts, named, shaped, tensors_in, without
 from ops.empty_pieces import zeros_if_empty
-from ops.factors import Arg, Factors, pointwise_factors
-from ops.infer import NoRule
+from ops.factors import Arg, Factors, NoRule, pointwise_factors
 from ops.reduction.sum import linear_in, reduced_dims, reduction
 from ops.registry import Function, rule
 
@@ -39,46 +37,31 @@ def _scan(*funcs: Function, results: int = 1, default: int | None = -1, doc: str
 
 
 _scan(torch.cumprod, torch.logcumsumexp, default=None, doc="the dim stays whole")
-_scan(
-    torch.cummax,
-    torch.cummin,
-    results=2,
-    default=None,
-    doc="values and indices; the dim stays whole",
-)
-_scan(torch.sort, results=2, doc="values and indices; the dim stays whole")
+_BOTH = "values and indices; the dim stays whole"
+_scan(torch.cummax, torch.cummin, results=2, default=None, doc=_BOTH)
+_scan(torch.sort, results=2, doc=_BOTH)
 _scan(torch.argsort, doc="indices; the dim stays whole")
 _scan(torch.msort, default=0, doc="sorted along the first dim, which stays whole")
 
 
 @rule(torch.topk)
-def topk(
-    input: Arg,
-    k: int,
-    dim: int = -1,
-    largest: bool = True,
-    sorted: bool = True,
-    *,
-    out: None = None,
-) -> Factors:
+def topk(input: Arg, k: int, dim: int = -1, *flags: bool, **words: Any) -> Factors:
     """values and indices; the dim stays whole"""
-    gone = reduced_dims(input, dim)
-    dims = tuple(range(input.ndim))
-    kept = tuple("k" if d in gone else d for d in dims)
-    sizes: dict[Any, int] = {**dict(enumerate(input.shape)), "k": k}
-    return Factors((dims,), (kept, kept), sizes)
-
-
-@rule(torch.kthvalue)
-def kthvalue(input: Arg, k: int, dim: int = -1, keepdim: bool = False) -> Factors:
-    """values and indices; the dim stays whole"""
-    return reduction(input, dim, keepdim, None, results=2)
+    f = reduction(input, dim, True, None)
+    kept = tuple("k" if letter is None else letter for letter in f.outputs[0])
+    return f.replace(outputs=(kept, kept), sizes={**f.sizes, "k": k})
 
 
 @rule(torch.mode)
 def mode(input: Arg, dim: int = -1, keepdim: bool = False) -> Factors:
     """values and indices; the dim stays whole"""
     return reduction(input, dim, keepdim, None, results=2)
+
+
+@rule(torch.kthvalue)
+def kthvalue(input: Arg, k: int, dim: int = -1, keepdim: bool = False) -> Factors:
+    """values and indices; the dim stays whole"""
+    return mode(input, dim, keepdim)
 
 
 @rule(torch.median, torch.nanmedian)

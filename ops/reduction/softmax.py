@@ -10,8 +10,7 @@ import torch.nn.functional as F
 
 from disttensor.core.layout import Axes
 from ops.dtypes import wide, widened
-from ops.factors import Arg, Factors, pointwise_factors
-from ops.infer import NoRule
+from ops.factors import Arg, Factors, NoRule, pointwise_factors
 from ops.local import Collectives, LocalCall
 from ops.reduction.max_min import local_extreme
 from ops.reduction.sum import inner, reduced_dims, reduction

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from disttensor.core.layout import Axes
 from ops.dims import FIRST, fronts
-from ops.factors import Arg, Factors, Letter, LocalMaker, Terms
-from ops.infer import NoRule
+from ops.factors import Arg, Factors, Letter, LocalMaker, NoRule, Terms
 from ops.local import LocalCall
 from ops.registry import rule
 

@@ -1,16 +1,17 @@
-"""Order and triangles: roll, flip, tril, triu, diagonals, one_hot."""
+"""Order and triangles: roll, flip, fftshift, tril, triu, diagonals, one_hot."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from ops.dims import front, fronts, letters_of, moved, named, numbers
-from ops.factors import Arg, Factors, Letter
-from ops.infer import NoRule
+from ops.factors import Arg, Dims, Factors, Letter, NoRule
 from ops.registry import rule
+from ops.shape import permute
 
 
 def _local_triangle(call: Any) -> Any:
@@ -32,34 +33,28 @@ def triangle(input: Arg, diagonal: int = 0) -> Factors:
     return moved(input, letters_of(input), local=_local_triangle)
 
 
-def _whole(input: Arg, dims: tuple[int, ...]) -> Factors:
-    return moved(input, letters_of(input), unsplittable=set(dims))
+def _reorder(names: str, dims_of: Callable[..., Iterable[int]], doc: str) -> None:
+    """Registers functions that reorder the elements along some dims, which are whole."""
+
+    @rule(*named(*names.split(), places=(torch, torch.Tensor, torch.fft)), exact=True, doc=doc)
+    def factors(input: Arg, *args: Any) -> Factors:
+        return moved(input, letters_of(input), unsplittable={*dims_of(input, *args)})
 
 
-@rule(*named("roll"), exact=True)
-def roll(input: Arg, shifts: Any, dims: Any = ()) -> Factors:
-    """rolled dims are whole"""
-    if not isinstance(dims, int) and not dims:
-        return _whole(input, letters_of(input))
-    return _whole(input, fronts(dims, input.ndim))
+def _rolled(input: Arg, shifts: Any, dims: Any = ()) -> Dims:
+    every = not isinstance(dims, int) and not dims
+    return letters_of(input) if every else fronts(dims, input.ndim)
 
 
-@rule(*named("flip"), exact=True)
-def flip(input: Arg, *dims: Any) -> Factors:
-    """flipped dims are whole"""
-    return _whole(input, fronts(numbers(dims), input.ndim))
+def _shifted(input: Arg, dim: Any = None) -> Dims:
+    return letters_of(input) if dim is None else fronts(dim, input.ndim)
 
 
-@rule(*named("fliplr"), exact=True)
-def fliplr(input: Arg) -> Factors:
-    """columns are whole"""
-    return _whole(input, (1,))
-
-
-@rule(*named("flipud"), exact=True)
-def flipud(input: Arg) -> Factors:
-    """rows are whole"""
-    return _whole(input, (0,))
+_reorder("roll", _rolled, "rolled dims are whole")
+_reorder("flip", lambda x, *dims: fronts(numbers(dims), x.ndim), "flipped dims are whole")
+_reorder("fliplr", lambda x: (1,), "columns are whole")
+_reorder("flipud", lambda x: (0,), "rows are whole")
+_reorder("fftshift ifftshift", _shifted, "movement; the dims that are shifted stay whole")
 
 
 @rule(*named("rot90"), exact=True)
@@ -78,9 +73,7 @@ def diag(input: Arg, diagonal: int = 0) -> Factors:
     if input.ndim == 1:
         n = input.shape[0] + abs(diagonal)
         return moved(input, ("rows", "cols"), {"rows": n, "cols": n})
-    rows, cols = input.shape
-    n = max(0, min(rows, cols - diagonal) if diagonal >= 0 else min(rows + diagonal, cols))
-    return moved(input, ("diagonal",), {"diagonal": n})
+    return permute.diagonal(input, diagonal).replace(view=False)
 
 
 @rule(*named("diag_embed"), exact=True)

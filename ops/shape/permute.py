@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from ops.dims import front, fronts, letters_of, moved, named, numbers
-from ops.factors import Arg, Factors
-from ops.infer import NoRule
+from ops.dims import front, fronts, letters_of, moved, named, numbers, replaced
+from ops.factors import Arg, Factors, Letter, NoRule
 from ops.registry import rule
 
 
@@ -74,13 +73,7 @@ def diagonal(input: Arg, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Facto
 def unfold(input: Arg, dim: int, size: int, step: int) -> Factors:
     """windows of ``dim``, which is whole; their elements are a new last dim"""
     at = front(dim, input.ndim)
-    dims: tuple[Any, ...] = letters_of(input)
-    windows = (input.shape[at] - size) // step + 1 if input.ndim else 1
     if not input.ndim:
         raise NoRule("unfold of a number")
-    return moved(
-        input,
-        (*dims[:at], "windows", *dims[at + 1 :], "size"),
-        {"windows": windows, "size": size},
-        view=True,
-    )
+    sizes: dict[Letter, int] = {"windows": (input.shape[at] - size) // step + 1, "size": size}
+    return moved(input, (*replaced(input, at, "windows"), "size"), sizes, view=True)

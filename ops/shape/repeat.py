@@ -8,11 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ops.dims import front, letters_of, moved, named, numbers
-from ops.factors import Arg, Factors, Letter
-from ops.infer import NoRule
+from ops.dims import FIRST, front, letters_of, moved, named, numbers, replaced, shaped, without
+from ops.factors import Arg, Factors, Letter, NoRule
 from ops.registry import rule
-from ops.shape.pad import padded
 
 
 def _repeated(input: Arg, times: tuple[int, ...]) -> Factors:
@@ -57,8 +55,7 @@ def repeat_interleave(
         return moved(input, ("long",), {"long": repeats})
     if repeats == 0:
         raise NoRule("no repeats")
-    dims: tuple[Letter, ...] = letters_of(input)
-    out = (*dims[:at], (at, "repeats"), *dims[at + 1 :])
+    out = replaced(input, at, (at, "repeats"))
     local = lambda call: lambda input, *_, **__: input.repeat_interleave(repeats, at)  # noqa: E731
     return moved(input, out, {"repeats": repeats}, divisible_only={at}, local=local)
 
@@ -68,10 +65,11 @@ def padded_with(
     input: Arg, pad: Sequence[int], mode: str = "constant", value: Any = None
 ) -> Factors:
     """padded dims are whole"""
+    if mode != "constant":  # by elements of the input
+        dims = without(input, [input.ndim - 1 - i // 2 for i, n in enumerate(pad) if n])
+        return shaped(F.pad, (input, pad, mode), {}, [dims], dims, linear_terms=FIRST)
     out: list[Letter] = list(letters_of(input))
     sizes: dict[Letter, int] = {}
-    if mode != "constant":
-        return padded(input, pad, mode)
     for i in range(len(pad) // 2):
         d = input.ndim - 1 - i
         if pad[2 * i] or pad[2 * i + 1]:
@@ -94,7 +92,6 @@ def meshgrid(*tensors: Any, indexing: Any = None) -> Factors:
     order: list[int] = list(range(len(given)))
     if indexing == "xy" and len(given) > 1:
         order[:2] = order[1], order[0]
-    sizes: dict[Letter, int] = {i: t.numel() for i, t in enumerate(given)}
     ins = tuple((i,) if t.ndim else () for i, t in enumerate(given))
     outs = (tuple(order),) * len(given)
-    return Factors(ins, outs, sizes, moves=True)
+    return Factors(ins, outs, {i: 1 for i, t in enumerate(given) if not t.ndim}, moves=True)

@@ -11,19 +11,16 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from ops.dims import front, letters_of, moved, named
-from ops.factors import Arg, Factors, Letter
-from ops.infer import NoRule
+from ops.dims import front, moved, named, replaced
+from ops.factors import Arg, Factors, Letter, NoRule
 from ops.registry import rule
 
 
 def cut(input: Arg, dim: int, sizes: Sequence[int]) -> Factors:
     """Returns the factors of pieces of these sizes along a whole ``dim``."""
-    dims = letters_of(input)
-    outs = tuple((*dims[:dim], f"piece{i}", *dims[dim + 1 :]) for i in range(len(sizes)))
-    known: dict[Letter, int] = dict(enumerate(input.shape))
-    known.update({f"piece{i}": s for i, s in enumerate(sizes)})
-    return Factors((dims,), outs, known, unsplittable={dim}, moves=True, view=True)
+    outs = tuple(replaced(input, dim, f"piece{i}") for i in range(len(sizes)))
+    known: dict[Letter, int] = {f"piece{i}": s for i, s in enumerate(sizes)}
+    return moved(input, (), known, unsplittable={dim}, view=True).replace(outputs=outs)
 
 
 @rule(*named("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes"), exact=True)
@@ -48,10 +45,8 @@ def split(input: Arg, sizes: Any, dim: int = 0) -> Factors:
 def chunk(input: Arg, chunks: int, dim: int = 0) -> Factors:
     """the dim that is cut is whole"""
     at = front(dim, input.ndim)
-    total = input.shape[at]
-    step = -(-total // chunks)
-    count = -(-total // step) if step else chunks
-    return cut(input, at, [min(step, total - i * step) for i in range(count)])
+    step = -(-input.shape[at] // chunks)
+    return split(input, step, at) if step else cut(input, at, [0] * chunks)
 
 
 def _sections(input: Arg, sections: Any, at: int) -> Factors:
@@ -89,21 +84,17 @@ _split_at("dsplit", 2)
 def unbind(input: Arg, dim: int = 0) -> Factors:
     """the dim that goes is whole"""
     at = front(dim, input.ndim)
-    dims = letters_of(input)
-    outs = ((*dims[:at], *dims[at + 1 :]),) * input.shape[at]
-    sizes: dict[Letter, int] = dict(enumerate(input.shape))
-    return Factors((dims,), outs, sizes, unsplittable={at}, moves=True, view=True)
+    outs = (replaced(input, at),) * input.shape[at]
+    return moved(input, (), unsplittable={at}, view=True).replace(outputs=outs)
 
 
 @rule(F.glu)
 def glu(input: Arg, dim: int = -1) -> Factors:
     """the dim whose halves are paired is whole"""
     at = front(dim, input.ndim)
-    dims: tuple[Letter, ...] = letters_of(input)
     if input.shape[at] % 2:
         raise RuntimeError(
             f"Halving dimension must be even, but dimension {at} is size {input.shape[at]}"
         )
-    return moved(
-        input, (*dims[:at], "half", *dims[at + 1 :]), {"half": input.shape[at] // 2}, moves=False
-    )
+    halves: dict[Letter, int] = {"half": input.shape[at] // 2}
+    return moved(input, replaced(input, at, "half"), halves, moves=False)

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from ops.dims import FIRST, front, fronts, letters_of, moved, named, numbers
-from ops.factors import Arg, Factors
-from ops.infer import NoRule
+from ops.factors import Arg, Factors, NoRule
 from ops.registry import rule
 from ops.shape.regroup import regrouped, resolve
 from ops.shape.strides import own_memory
@@ -126,12 +125,11 @@ def squeeze(input: Arg, *dim: Any) -> Factors:
     gone = tuple(d for d in asked if d < input.ndim and input.shape[d] == 1)
     ins = tuple(None if d in gone else d for d in range(input.ndim))
     out = tuple(d for d in range(input.ndim) if d not in gone)
-    sizes: dict[Any, int] = dict(enumerate(input.shape))
 
     def local(call: Any) -> Local:
         return (lambda input, *dim, **words: input.squeeze(gone)) if needed(call) else call.func
 
-    return Factors((ins,), (out,), sizes, moves=True, view=True, local=local)
+    return Factors((ins,), (out,), moves=True, view=True, local=local)
 
 
 @rule(*named("unsqueeze"), exact=True)
@@ -159,13 +157,7 @@ def expanded(input: Arg, sizes: tuple[int, ...]) -> Factors:
             ins.append(d if kept else None)
         out.append(d if kept else None)
     return Factors(
-        (tuple(ins),),
-        (tuple(out),),
-        dict(enumerate(shape)),
-        moves=True,
-        shapes=(shape,),
-        local=local_expand,
-        view=True,
+        (tuple(ins),), (tuple(out),), moves=True, shapes=(shape,), local=local_expand, view=True
     )
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from ops.dims import moved, named
-from ops.factors import Arg, Factors, pointwise_factors
-from ops.infer import NoRule
+from ops.factors import Arg, Factors, NoRule, pointwise_factors
 from ops.local import LocalCall
 from ops.registry import rule
 from ops.shape import permute, split, view
@@ -53,7 +52,7 @@ def _at_least(n: int) -> Callable[..., Factors]:
     def factors(*tensors: Any) -> Factors:
         if len(tensors) != 1 or not isinstance(tensors[0], Arg):
             raise NoRule("several tensors")
-        return moved(tensors[0], at_least(tensors[0], n)[0], view=True)
+        return moved(tensors[0], at_least(tensors[0], n), view=True)
 
     return factors
 

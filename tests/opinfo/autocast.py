@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from disttensor.core.placement import Placement, Replicate, Shard, show
-from ops.infer import NoRule
+from ops.factors import NoRule
 from ops.registry import RULES
 from tests.opinfo.opinfo_call import (
     OPS,

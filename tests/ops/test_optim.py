@@ -16,7 +16,7 @@ import ops
 from disttensor.core.layout import box_at
 from disttensor.core.placement import Partial, Placement, Replicate, Shard
 from ops import Arg
-from ops.infer import NoRule
+from ops.factors import NoRule
 from ops.local import LocalCall, LocalPiece
 from ops.registry import RULES
 from tests.support.simulate import (

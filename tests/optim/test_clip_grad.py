@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import disttensor as dt
-from disttensor import ProcessMesh, Replicate, Shard, patches
+from disttensor import ProcessMesh, Replicate, Shard
 from tests.support.oracle import grid, randint, randn
 from tests.support.pool import on_ranks
 from tests.support.stages import Stages, stage_meshes
@@ -20,7 +20,7 @@ ORDERS = (2.0, 1.0, 3.0, 0.0, math.inf, -math.inf)
 
 
 def torchs_clip_norm(*args, **kwargs):
-    return patches.original("torch.nn.utils.clip_grad_norm_")(*args, **kwargs)
+    return torch.nn.utils.clip_grad_norm_.__wrapped__(*args, **kwargs)
 
 
 def two_stages(on: Stages):

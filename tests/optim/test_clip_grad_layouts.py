@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import disttensor as dt
-from disttensor import Partial, ProcessMesh, Replicate, Shard, patches
+from disttensor import Partial, ProcessMesh, Replicate, Shard
 from tests.support.oracle import compare_replicas, grid, line, place, randn
 from tests.support.pool import on_ranks
 
@@ -25,7 +25,7 @@ LAYOUTS: list[Sequence[Any]] = [
 
 
 def torchs_clip_norm(*args, **kwargs):
-    return patches.original("torch.nn.utils.clip_grad_norm_")(*args, **kwargs)
+    return torch.nn.utils.clip_grad_norm_.__wrapped__(*args, **kwargs)
 
 
 def make(
