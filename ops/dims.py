@@ -11,14 +11,14 @@ from torch import Tensor
 
 from disttensor.pytree import collect, substitute
 from ops.empty_pieces import zeros_if_empty
-from ops.factors import Arg, Dims, Factors, Letter, NoRule, pointwise_factors
+from ops.factors import Arg, Dims, Factors, Letter, NoRule, Terms, pointwise_factors
 from ops.registry import Function, functions_named
 
 # The arguments in which a function is linear (``Factors.linear_terms``), by number of the tensor
-FIRST = (frozenset({0}),)
-SECOND = (frozenset({1}),)
-SUM = (*FIRST, *SECOND)  # in both arguments together
-PRODUCT = (frozenset({0, 1}),)  # in each of the two arguments
+FIRST: Terms = (frozenset({0}),)
+SECOND: Terms = (frozenset({1}),)
+SUM: Terms = (*FIRST, *SECOND)  # in both arguments together
+PRODUCT: Terms = (frozenset({0, 1}),)  # in each of the two arguments
 
 
 def named(*names: str, places: tuple[Any, ...] = (torch, torch.Tensor)) -> list[Function]:
@@ -129,9 +129,6 @@ def shaped(
 ) -> Factors:
     """Returns the factors of ``func`` with these letters; a dim with None is whole. All results
     have the letters ``out``."""
-    sizes: dict[Letter, int] = {}
-    for t, dims in zip(tensors_in(*args, *kwargs.values()), ins, strict=True):
-        sizes.update({d: s for d, s in zip(dims, t.shape, strict=True) if d is not None})
     shapes = results_of(func, args, kwargs)
     options.setdefault("local", zeros_if_empty)
-    return Factors(tuple(ins), (out,) * len(shapes), sizes, shapes=tuple(shapes), **options)
+    return Factors(tuple(ins), (out,) * len(shapes), shapes=tuple(shapes), **options)

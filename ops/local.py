@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from disttensor.core.layout import Axes, Box, Layout
+from disttensor.core.layout import Axes, Box, Layout, members
 from ops.factors import Letter
 
 
@@ -149,6 +149,10 @@ class LocalCall:
         for a in axes:
             number = number * self.mesh_shape[a] + self.coordinate[a]
         return number
+
+    def members(self, axes: Axes) -> list[Axes]:
+        """Returns the coordinates of the members of the axes (major first)."""
+        return members(self.mesh_shape, axes, self.coordinate)
 
     def first(self, axes: Axes) -> bool:
         """Returns True if this rank is the first rank of the axes."""

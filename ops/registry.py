@@ -60,7 +60,7 @@ def functions_named(name: str, places: Sequence[Any]) -> Iterator[tuple[Function
 
 def _writes(name: str) -> bool:
     if name.endswith("__"):
-        return name.startswith("__i") and name != "__invert__"
+        return name.startswith(("__i", "__setitem")) and name != "__invert__"
     return name.endswith("_")
 
 

@@ -84,23 +84,17 @@ def pad(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
     return _reordered(whole, src, axes, back=True)
 
 
+@register(Balanced, Shard, kind="all_to_all", cost=lambda src_bytes, dst_bytes, ranks: dst_bytes)
 @register(Shard, Balanced, kind="all_to_all", cost=lambda src_bytes, dst_bytes, ranks: dst_bytes)
 def deal_out(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
-    """Exchanges contiguous rows (or pieces of another dim) to balanced rows."""
+    """Exchanges contiguous rows (or pieces of another dim) to balanced rows, or back."""
     (axis,) = axes
+    back = any(a == axis for a, _ in src.layout.custom)
     if _dim(src, axis) == _dim(dst, axis):
-        return _exchanged(x, src, axis, to_balanced=True)
-    return all_to_all(_reordered(x, dst, axes), src, _contiguous(dst, axes), axes)
-
-
-@register(Balanced, Shard, kind="all_to_all", cost=lambda src_bytes, dst_bytes, ranks: dst_bytes)
-def deal_back(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
-    """Exchanges balanced rows back."""
-    (axis,) = axes
-    if _dim(src, axis) == _dim(dst, axis):
-        return _exchanged(x, src, axis, to_balanced=False)
-    x = all_to_all(x, _contiguous(src, axes), dst, axes)
-    return _reordered(x, src, axes, back=True)
+        return _exchanged(x, src, axis, to_balanced=not back)
+    x = x if back else _reordered(x, dst, axes)
+    x = all_to_all(x, _contiguous(src, axes), _contiguous(dst, axes), axes)
+    return _reordered(x, src, axes, back=True) if back else x
 
 
 def _exchanged(x: Tensor, spec: DistSpec, axis: int, to_balanced: bool) -> Tensor:

@@ -7,6 +7,7 @@ Pieces follow torch.chunk: of 5 over 4 ranks the pieces are 2, 2, 1, 0.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -232,6 +233,14 @@ def box_at(shape: Sequence[int], dims: Sequence[Axes], mesh_shape: Shape, coordi
         offsets.append(offset)
         sizes.append(size)
     return Box(tuple(offsets), tuple(sizes))
+
+
+def members(mesh_shape: Shape, axes: Sequence[int], coordinate: Shape) -> list[Shape]:
+    """Returns the coordinates that differ from ``coordinate`` on ``axes`` only; ``axes`` vary major
+    first."""
+    places = itertools.product(*(range(mesh_shape[a]) for a in axes))
+    changed = (dict(zip(axes, place, strict=True)) for place in places)
+    return [tuple([at.get(a, c) for a, c in enumerate(coordinate)]) for at in changed]
 
 
 def missing_numel(

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from disttensor.checks import argument_error, check_sequence, check_type
 from disttensor.comm.groups import Group, new_group, process_group
 from disttensor.comm.process_group import backends, world
+from disttensor.core.layout import members
 from disttensor.runtime import current_runtime
 from disttensor.torch_private import default_group, root_of
 
@@ -143,15 +144,7 @@ class ProcessMesh:
         return list(itertools.product(*map(range, self.shape)))
 
     def members(self, axes: Sequence[int], coordinate: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Returns the coordinates that differ from ``coordinate`` on ``axes`` only; ``axes`` vary
-        major first."""
-        out = []
-        for values in itertools.product(*(range(self.shape[a]) for a in axes)):
-            place = list(coordinate)
-            for a, v in zip(axes, values, strict=True):
-                place[a] = v
-            out.append(tuple(place))
-        return out
+        return members(self.shape, axes, coordinate)
 
     def _ranks_over(self, axes: Sequence[int], problem: str) -> tuple[int, ...]:
         """Returns the ranks that differ from this one on ``axes`` only."""

@@ -20,22 +20,18 @@ class _Node:
         self.node, self.tensors = node, tensors
 
     def register_hook(self, hook: Callable[..., Any]) -> Any:
-        def seen(grads: Sequence[Any]) -> tuple[Any, ...]:
-            return tuple(
-                on_local(x, g) if type(x) is DistTensor and g is not None else g
-                for x, g in zip(self.tensors, grads, strict=True)
-            )
-
         def local_hook(inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
-            out = hook(seen(inputs), seen(outputs))
-            if out is None:
-                return None
-            return tuple(
-                to_local(x, g) if type(x) is DistTensor and g is not None else g
-                for x, g in zip(self.tensors, out, strict=True)
-            )
+            out = hook(self._convert(on_local, inputs), self._convert(on_local, outputs))
+            return None if out is None else self._convert(to_local, out)
 
         return self.node.register_hook(local_hook)
+
+    def _convert(self, convert: Callable[..., Any], grads: Sequence[Any]) -> tuple[Any, ...]:
+        """Converts the gradients of DistTensors."""
+        return tuple(
+            convert(x, g) if type(x) is DistTensor and g is not None else g
+            for x, g in zip(self.tensors, grads, strict=True)
+        )
 
 
 def wrap_apply_on_tensors(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,23 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ops.dims import FIRST, SECOND, SUM
-from ops.factors import Arg, Factors, NoRule, Terms, pointwise_factors
+from ops.dims import SECOND
+from ops.factors import Arg, Factors, NoRule, pointwise_factors
+from ops.pointwise.elementwise import LINEAR
 from ops.registry import Function, rule
 
-# name -> the terms of one element's call with n tensors; other functions are not linear
-LINEAR: dict[str, Callable[[int], Terms]] = {
-    "neg": lambda n: FIRST,
-    "clone": lambda n: FIRST,
-    "zero": lambda n: FIRST,
-    "div": lambda n: FIRST if n == 1 else (),
-    "mul": lambda n: (set(range(n)),),
-    "add": lambda n: SUM if n == 2 else (),
-    "sub": lambda n: SUM if n == 2 else (),
-    "lerp": lambda n: SUM,
-    "addcmul": lambda n: (*FIRST, {1, 2}),
-    "copy": lambda n: SECOND,
-}
+# How the call of one element is linear (see ``ops.pointwise.elementwise``); "none" by default
+KINDS = {
+    "neg": "first", "clone": "first", "zero": "first", "div": "quotient", "mul": "product",
+    "add": "joint", "sub": "joint", "lerp": "interpolation", "addcmul": "product and sum",
+}  # fmt: skip
 NOT_POINTWISE = frozenset({"norm", "powsum", "max", "mm"})
 
 
@@ -92,22 +85,18 @@ def grouped(
 
 def foreach(name: str, inplace: bool) -> Callable[..., Factors]:
     """Returns the rule of one pointwise function on lists."""
-    terms_of = LINEAR.get(name, lambda n: ())
+    terms_of = LINEAR[KINDS.get(name, "none")]
     copies = name in ("clone", "zero")
 
     def factors(*args: Any, **kwargs: Any) -> Factors:
-        values = (*args, *kwargs.values())
-        lists, shared = lists_of(values)
+        lists, shared = lists_of((*args, *kwargs.values()))
 
         def one(members: Sequence[Arg]) -> Factors:
-            linear = terms_of(len(members))
-            if name == "div" and shared:
-                linear = ()
-            if name == "copy" and members[0].dtype != members[1].dtype:
-                linear = ()
-            written = set({0} if name == "copy" else ())
-            options = {"linear_terms": linear, "moves": copies, "metadata_only": written}
-            return pointwise_factors(members, **options)
+            if name == "copy":
+                linear = SECOND if members[0].dtype == members[1].dtype else ()
+                return pointwise_factors(members, linear_terms=linear, metadata_only={0})
+            terms = () if name == "div" and shared else terms_of(members, {})
+            return pointwise_factors(members, linear_terms=terms, moves=copies)
 
         return grouped(lists, shared, one, (0,) if inplace else ())
 
@@ -147,11 +136,7 @@ def fused(written: tuple[int, ...]) -> Callable[..., Factors]:
         unscaled = kwargs.get("grad_scale") is not None
         lists, shared = lists_of((*args, *kwargs.values()))
         targets = [n for n, i in enumerate(used) if i in written or (i == 1 and unscaled)]
-
-        def one(members: Sequence[Arg]) -> Factors:
-            return pointwise_factors(members)
-
-        return grouped(lists, shared, one, targets).replace(outputs=(), shapes=())
+        return grouped(lists, shared, pointwise_factors, targets).replace(outputs=(), shapes=())
 
     return factors
 
@@ -176,7 +161,7 @@ def unscale(self: Sequence[Arg], found_inf: Arg, inv_scale: Arg) -> Factors:
 
         return run
 
-    f = grouped([self], [found_inf, inv_scale], lambda members: pointwise_factors(members), [0])
+    f = grouped([self], [found_inf, inv_scale], pointwise_factors, [0])
     return f.replace(outputs=(), shapes=(), targets=(*f.targets, found_inf.index), local=local)
 
 

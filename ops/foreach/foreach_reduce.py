@@ -17,7 +17,7 @@ from disttensor.core.layout import Axes
 from ops.dtypes import root
 from ops.factors import Arg, Factors, NoRule
 from ops.foreach.foreach import grouped, lists_of
-from ops.reduction.max_min import Extreme, neutral, ties
+from ops.reduction.max_min import Extreme, local_extreme, ties
 from ops.registry import rule
 
 Groups = dict[Axes, list[int]]
@@ -138,20 +138,14 @@ def extremes(
 ) -> tuple[Tensor, ...]:
     """Returns the largest (smallest) element of each tensor, of which each rank has a piece."""
     op = "max" if largest else "min"
-    found = together(call, [extreme(x.detach(), largest) for x in tensors], op, groups)
+    mine = [local_extreme(x.detach(), tuple(range(x.ndim)), largest).view(()) for x in tensors]
+    found = together(call, mine, op, groups)
     if not torch.is_grad_enabled() or not any(x.requires_grad for x in tensors):
         return tuple(found)
-    mine = [ties(x, m).sum().to(m.dtype) for x, m in zip(tensors, found, strict=True)]
-    counts = together(call, mine, "sum", groups)
+    ours = [ties(x, m).sum().to(m.dtype) for x, m in zip(tensors, found, strict=True)]
+    counts = together(call, ours, "sum", groups)
     axes_of = {i: axes for axes, members in groups.items() for i in members}
     return tuple(
         Extreme.apply(x, m, counts[i], (), call.collectives, axes_of.get(i, ()))
         for i, (x, m) in enumerate(zip(tensors, found, strict=True))
     )
-
-
-def extreme(x: Tensor, largest: bool) -> Tensor:
-    """Returns amax or amin; of no elements, the neutral element."""
-    if x.numel():
-        return x.amax() if largest else x.amin()
-    return x.new_full((), neutral(x.dtype, largest))

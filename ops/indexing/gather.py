@@ -93,25 +93,16 @@ def index_select(input: Arg, dim: int, index: Arg) -> Factors:
 def _gathered(input: Arg, dim: int, index: Arg, broadcast: bool) -> Factors:
     """Returns the factors of gather and take_along_dim (which broadcasts)."""
     at = front(dim, input.ndim)
-    mine: list[Letter] = []
-    theirs: list[Letter] = []
-    out: list[Letter] = []
-    shape: list[int] = []
+    rows: list[tuple[Any, ...]] = []  # letters in the input, the index and the result, and size
     for d, (s, n) in enumerate(zip(input.shape, index.shape, strict=True)):
+        short, wide = f"short{d}", 0 if 0 in (s, n) else max(s, n)
         if d == at:
-            mine.append(d)
-            theirs.append("index")
-            out.append("index")
-            shape.append(n)
-            continue
-        wide = max(s, n) if broadcast and 1 in (s, n) and 0 not in (s, n) else n
-        if broadcast and 0 in (s, n):
-            wide = 0
-        same = s == n
-        mine.append(d if same or (broadcast and s == wide) else None)
-        theirs.append(d if same or (broadcast and n == wide) else f"short{d}")
-        out.append(d if same or broadcast else f"short{d}")
-        shape.append(wide)
+            rows.append((d, "index", "index", n))
+        elif broadcast:
+            rows.append((d if s == wide else None, d if n == wide else short, d, wide))
+        else:
+            rows.append((d, d, d, n) if s == n else (None, short, short, n))
+    mine, theirs, out, shape = zip(*rows, strict=True) if rows else ((),) * 4
 
     def local(call: Any) -> Callable[..., Tensor]:
         if not call.axes(at):
@@ -129,11 +120,11 @@ def _gathered(input: Arg, dim: int, index: Arg, broadcast: bool) -> Factors:
 
         return run
 
-    short = {x for x in theirs if isinstance(x, str) and x != "index"}
+    shorter = {x for x in theirs if isinstance(x, str) and x != "index"}
     reduced: dict[Letter, str] = {at: "sum"} if summable(input) else {}
     return Factors(
-        (tuple(mine), tuple(theirs)), (tuple(out),), {}, reduced, short, linear_terms=FIRST,
-        shapes=(tuple(shape),), local=local,
+        (mine, theirs), (out,), {}, reduced, shorter, linear_terms=FIRST, shapes=(shape,),
+        local=local,
     )  # fmt: skip
 
 

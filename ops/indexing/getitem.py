@@ -16,7 +16,7 @@ import torch
 
 from ops.dims import FIRST, letters_of
 from ops.factors import Arg, Factors, Letter, NoRule, pointwise_factors
-from ops.registry import Rule, register, rule
+from ops.registry import rule
 
 INTS = (torch.int64, torch.int32, torch.int16, torch.int8, None)
 
@@ -200,16 +200,10 @@ def assigned(input: Arg, index: Any, value: Any, **options: Any) -> Factors:
     return Factors(tuple(inputs), (dims,), unsplittable=set(got.whole), **options)
 
 
+@rule(torch.Tensor.__setitem__, exact=True)
 def setitem(input: Arg, index: Any, value: Any) -> Factors:
     """the target keeps its layout; indexed dims are whole; the value follows"""
     return assigned(input, index, value)
-
-
-register(
-    Rule("setitem", setitem, True, pattern=setitem.__doc__ or ""),
-    torch.Tensor.__setitem__,
-    exact=True,
-)
 
 
 @rule(torch.index_put)

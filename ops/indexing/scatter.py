@@ -93,21 +93,11 @@ def along_index(
     if isinstance(source, Arg) and not solid and source.ndim:
         raise NoRule("a source with other dims")
     at = front(dim, input.ndim)
-    f = along(input, dim, [], terms)
-    ins: list[tuple[Letter, ...]] = [letters_of(input), (None,) * index.ndim]
-    whole = set(f.unsplittable)
-    if solid:
-        # torch raises the error for a source without the other dims of the target
-        whole |= {d for d in range(input.ndim) if source.shape[d] != input.shape[d]}
-        ins.append(tuple(None if d == at or d in whole else d for d in range(input.ndim)))
-    elif isinstance(source, Arg):
-        ins.append(())
-    f = f.replace(inputs=tuple(ins), unsplittable=set(whole))
-    if adds and terms and solid and index.ndim == 1 and source.shape[at] == index.shape[0]:
-        f.reduced = {"row": "sum"}
-        source_dims = tuple("row" if d == at else x for d, x in enumerate(ins[2]))
-        f.inputs = (ins[0], ("row",), source_dims)
-    return f
+    fits = solid and source.shape[at : at + 1] == index.shape
+    f = along(input, dim, [source] if solid else [], terms, adds and fits)
+    others = f.inputs[1:] if solid else ((),) if isinstance(source, Arg) else ()
+    rows = ("row",) if f.reduced else (None,) * index.ndim
+    return f.replace(inputs=(f.inputs[0], rows, *others))
 
 
 @rule(torch.index_copy)

@@ -42,15 +42,8 @@ def _product(name: str, input: Arg, other: Arg) -> Factors:
     fit(name, input, -1, other, -2 if other.ndim > 1 else 0)
     left = "... m k" if input.ndim > 2 else "m k" if input.ndim == 2 else "k"
     right = "... k n" if other.ndim > 2 else "k n" if other.ndim == 2 else "k"
-    out = " ".join(
-        word
-        for word, there in (
-            ("...", max(input.ndim, other.ndim) > 2),
-            ("m", input.ndim > 1),
-            ("n", other.ndim > 1),
-        )
-        if there
-    )
+    lead = "... " if max(input.ndim, other.ndim) > 2 else ""
+    out = lead + "m " * (input.ndim > 1) + "n" * (other.ndim > 1)
     return letters(f"{left}, {right} -> {out}", input, other, reduced=SUM_K, linear_terms=PRODUCT)
 
 
@@ -154,12 +147,11 @@ def linear(input: Arg, weight: Arg, bias: Any = None) -> Factors:
     fit("linear", input, -1, weight, -1)
     out = "... n" if weight.ndim == 2 else "..."
     w = "n k" if weight.ndim == 2 else "k"
-    if bias is None:
-        f = letters(f"... k, {w} -> {out}", input, weight, reduced=SUM_K, linear_terms=PRODUCT)
-        return _carried_out(f, overlapped_linear.linear)
-    if bias.ndim > 1 or bias.numel() != (weight.shape[0] if weight.ndim == 2 and bias.ndim else 1):
-        raise NoRule("linear with a bias that is no vector of the outputs")
-    b = "n" if bias.ndim else ""
-    terms = (*PRODUCT, {2})
-    f = letters(f"... k, {w}, {b} -> {out}", input, weight, bias, reduced=SUM_K, linear_terms=terms)
+    tensors, b, terms = [input, weight], "", PRODUCT
+    if bias is not None:
+        outputs = weight.shape[0] if weight.ndim == 2 and bias.ndim else 1
+        if bias.ndim > 1 or bias.numel() != outputs:
+            raise NoRule("linear with a bias that is no vector of the outputs")
+        tensors, b, terms = [*tensors, bias], ", n" if bias.ndim else ",", (*terms, {2})
+    f = letters(f"... k, {w}{b} -> {out}", *tensors, reduced=SUM_K, linear_terms=terms)
     return _carried_out(f, overlapped_linear.linear)

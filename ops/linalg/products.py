@@ -120,10 +120,7 @@ def inner(input: Arg, other: Arg) -> Factors:
         scalar = (dims[: input.ndim], dims[: other.ndim])
         return Factors(scalar, (dims,), linear_terms=PRODUCT)
     fit("inner", input, -1, other, -1)
-    left = " ".join(f"m{i}" for i in range(input.ndim - 1))
-    right = " ".join(f"n{i}" for i in range(other.ndim - 1))
-    pattern = f"{left} k, {right} k -> {left} {right}"
-    return letters(pattern, input, other, reduced=SUM_K, linear_terms=PRODUCT)
+    return tensordot(input, other, ([-1], [-1]))
 
 
 @rule(torch.linalg.vecdot)
@@ -165,9 +162,7 @@ def tensordot(a: Arg, b: Arg, dims: Any = 2, out: None = None) -> Factors:
         if a.shape[i] != b.shape[j]:  # size 1 is summed on its own
             raise NoRule("tensordot of dims that differ")
         names_a[i] = names_b[j] = f"k{n}"
-    kept = [x for i, x in enumerate(names_a) if i not in left] + [
-        x for i, x in enumerate(names_b) if i not in right
-    ]
     reduced: dict[Letter, str] = {f"k{n}": "sum" for n in range(len(left))}
+    kept = tuple(x for x in (*names_a, *names_b) if x not in reduced)
     ins = tuple(names_a), tuple(names_b)
-    return Factors(ins, (tuple(kept),), reduced=reduced, linear_terms=PRODUCT)
+    return Factors(ins, (kept,), reduced=reduced, linear_terms=PRODUCT)

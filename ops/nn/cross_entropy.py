@@ -21,6 +21,7 @@ from ops.factors import Arg, Factors, Letter, NoRule
 from ops.indexing.vocab_shard import Owned
 from ops.local import Collectives
 from ops.nn.loss import requested_reduction, total
+from ops.reduction.max_min import local_extreme
 from ops.registry import rule
 
 Tensor = torch.Tensor
@@ -123,7 +124,7 @@ def _local(func: Callable[..., Tensor], o: Options) -> Callable[..., Tensor]:
             return losses.to(dtype)
         if reduction == "sum":
             return total(losses).to(dtype)
-        return total(losses, _count(o, losses, target, weights)).to(dtype)
+        return total(losses, _count(o, losses, weights)).to(dtype)
 
     return run
 
@@ -135,7 +136,7 @@ def _result_dtype(o: Options, input: Tensor, target: Tensor) -> torch.dtype:
     return torch.float32 if autocast else dtype
 
 
-def _count(o: Options, losses: Tensor, target: Tensor, weights: Tensor | None) -> Tensor:
+def _count(o: Options, losses: Tensor, weights: Tensor | None) -> Tensor:
     """Returns the divisor of the mean: the number or weight of the counted targets of all ranks."""
     dtype = wide(losses.dtype)
     if weights is None:
@@ -155,8 +156,7 @@ def _weights(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor
 
 def _largest(o: Options, x: Tensor) -> Tensor:
     """Returns the largest logit of each row over all ranks, without a gradient."""
-    shape = (*x.shape[: o.classes], *x.shape[o.classes + 1 :])
-    mine = x.detach().amax(o.classes) if o.owned.size else x.new_full(shape, -torch.inf)
+    mine = local_extreme(x.detach(), (o.classes,), True).squeeze(o.classes)
     largest = o.collectives.all_reduce(mine, "max", o.class_axes)
     return largest.masked_fill(largest == -torch.inf, 0)
 
@@ -174,13 +174,9 @@ def _along(o: Options, x: Tensor, weight: Tensor | None) -> Tensor | None:
 
 
 def _losses(
-    o: Options,
-    x: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
+    o: Options, x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int,
     smoothing: float,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns loss (log sum exp - logit, smoothed) and weight of targets, on this rank."""
     ignored = target == ignore_index
     index = target.masked_fill(ignored, 0)

@@ -86,7 +86,7 @@ def _local(num_experts: int, both: Axes, call: LocalCall) -> Callable[..., Tenso
         )
     owns: Axes = params[0].layout.dims[0] if params else ()
     group = tuple(a for a in owns if a in along and call.mesh_shape[a] > 1)
-    members = [_member(call, group, i) for i in range(call.count(group))]
+    members = call.members(group)
     me = call.member(group)
 
     def held(shape: Any, dims: Any, at: Axes) -> Any:
@@ -115,14 +115,6 @@ def _local(num_experts: int, both: Axes, call: LocalCall) -> Callable[..., Tenso
         return call.collectives.once(lambda: find(indices, k))
 
     return _run(choose, send if group else None)
-
-
-def _member(call: LocalCall, axes: Axes, number: int) -> Axes:
-    """Returns the coordinate of a member of this rank's group over the axes (major first)."""
-    at = list(call.coordinate)
-    for a in reversed(axes):
-        number, at[a] = divmod(number, call.mesh_shape[a])
-    return tuple(at)
 
 
 def _route(every: Tensor, counts: list[int], me: int, ranges: list[Range]) -> Route:

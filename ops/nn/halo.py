@@ -9,7 +9,6 @@ ranks.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -69,13 +68,8 @@ class Halo:
 def ranges_of(call: LocalCall, size: int, axes: Axes) -> tuple[Range, ...]:
     """Returns the range of each member of ``axes`` (major first) in a dim that they split."""
 
-    def cut(place: tuple[int, ...]) -> Range:
-        at = dict(zip(axes, place, strict=True))
-        coordinate = tuple(at.get(a, 0) for a in range(len(call.mesh_shape)))
-        (offset,), (length,) = box_at((size,), (axes,), call.mesh_shape, coordinate)
-        return offset, offset + length
-
-    return tuple(map(cut, itertools.product(*(range(call.mesh_shape[a]) for a in axes))))
+    boxes = [box_at((size,), (axes,), call.mesh_shape, at) for at in call.members(axes)]
+    return tuple((box.offset[0], box.offset[0] + box.shape[0]) for box in boxes)
 
 
 def halo(call: LocalCall, dim: int, axes: Axes, window: Window) -> Halo:

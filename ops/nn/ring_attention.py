@@ -36,7 +36,7 @@ class Factor(NamedTuple):
     numbers: Callable[[Pair], Tensor] | None
 
 
-def _hidden(ring: Ring, factor: Factor, pair: Pair, mask: Tensor | None, q: Tensor) -> Hidden:
+def _hidden(factor: Factor, pair: Pair, mask: Tensor | None, q: Tensor) -> Hidden:
     keep = None if factor.numbers is None else factor.numbers(pair)
     if mask is not None:
         return Hidden(mask[_at(mask, pair)], keep=keep)
@@ -93,7 +93,7 @@ class RingAttention(torch.autograd.Function):
         with torch.autocast(q.device.type, enabled=False):
             for block, keys, values in _round(ring, k, v):
                 for pair in _pairs(ring, factor, mask, block):
-                    hidden = _hidden(ring, factor, pair, mask, q)
+                    hidden = _hidden(factor, pair, mask, q)
                     at, to = _along(pair.rows), _along(pair.keys)
                     more = attend(q[at], keys[to], values[to], factor.scale, hidden)
                     merge(out[at], lse[at], *more)
@@ -120,7 +120,7 @@ class RingAttention(torch.autograd.Function):
                 sums = k.new_zeros(keys.numel() + values.numel(), dtype=wide(k.dtype))
                 mine = _unpacked(sums, k, v)
                 for pair in _pairs(ring, factor, mask, block):
-                    hidden = _hidden(ring, factor, pair, mask, q)
+                    hidden = _hidden(factor, pair, mask, q)
                     at, to = _along(pair.rows), _along(pair.keys)
                     got = attend_backward(
                         grad[at], q[at], keys[to], values[to], out[at], lse[at], factor.scale,

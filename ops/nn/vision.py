@@ -8,26 +8,28 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ops.dims import FIRST, batched_factors, shaped, without
+from ops.dims import FIRST, batched_factors, without
 from ops.empty_pieces import zeros_if_empty
-from ops.factors import Arg, Factors, NoRule
+from ops.factors import Arg, Factors, NoRule, Terms
 from ops.registry import Function, rule
 
 
 def _images(
-    func: Function, core: int, doc: str, tensors: int = 1, linear: bool = True, empty: bool = False
-) -> None:
-    """Registers a rule for ``tensors`` arguments that are images with ``core`` whole dims.
-    ``empty``: also of images without elements."""
+    func: Function, core: int, doc: str, tensors: int = 1, linear: bool = True,
+    empty: bool = False, **options: Any,
+) -> None:  # fmt: skip
+    """Registers a rule for ``tensors`` arguments that are images with ``core`` whole dims; -2: all
+    but 2. ``empty``: also of images without elements."""
 
-    @rule(func, exact=True, doc="linear; " * linear + doc)
+    @rule(func, exact=True, doc="linear; " * linear + doc, **options)
     def factors(*args: Any, **words: Any) -> Factors:
         images = list(args[:tensors])
         lacks = 0 in args[0].shape and not empty
         if any(i.shape != args[0].shape for i in images) or lacks:
             raise NoRule("no images, or places of another shape")
+        last = core if core > 0 else args[0].ndim + core
         return batched_factors(
-            func, args, words, images, [core] * tensors,
+            func, args, words, images, [last] * tensors,
             linear_terms=FIRST if linear else (), local=zeros_if_empty,
         )  # fmt: skip
 
@@ -37,6 +39,7 @@ for _name in ("pixel_shuffle", "pixel_unshuffle"):
     _images(getattr(F, _name), 3, "the last 3 dims are whole, those before pass through")
 _images(F.unfold, 3, "the batch passes through")
 _images(F.fold, 2, "the batch passes through")
+_images(F.interpolate, -2, "batch and channels pass through", floats=True)
 for _n in (1, 2, 3):
     _images(getattr(F, f"max_unpool{_n}d"), _n, "batch and channels pass through", tensors=2)
     _max = f"max_pool{_n}d", f"adaptive_max_pool{_n}d"
@@ -48,35 +51,19 @@ for _n in (1, 2, 3):
 _images(torch.adaptive_max_pool1d, 1, _POOLED, linear=False, empty=True)
 
 
-@rule(F.channel_shuffle, exact=True)
-def channel_shuffle(input: Arg, groups: int) -> Factors:
-    """the channels are whole"""
-    dims = without(input, [1])
-    return shaped(torch.channel_shuffle, (input, groups), {}, [dims], dims, linear_terms=FIRST)
+def _channels(func: Function, terms: Terms) -> None:
+    @rule(func, exact=True, doc="the channels are whole")
+    def factors(input: Arg, *args: Any, **words: Any) -> Factors:
+        if input.ndim < 3:
+            raise NoRule("fewer than 3 dims")
+        dims = without(input, [1])
+        return Factors(
+            (dims,), (dims,), linear_terms=terms, shapes=(input.shape,), local=zeros_if_empty
+        )
 
 
-@rule(F.local_response_norm, exact=True)
-def local_response_norm(input: Arg, size: int, *args: Any, **words: Any) -> Factors:
-    """the channels are whole"""
-    if input.ndim < 3:
-        raise NoRule("local_response_norm of fewer than 3 dims")
-    dims = without(input, [1])
-    return Factors((dims,), (dims,), shapes=(input.shape,), local=zeros_if_empty)
-
-
-@rule(F.interpolate, exact=True, floats=True)
-def interpolate(
-    input: Arg, size: Any = None, scale_factor: Any = None, mode: str = "nearest",
-    align_corners: Any = None,
-    recompute_scale_factor: Any = None, antialias: bool = False,
-) -> Factors:  # fmt: skip
-    """linear; batch and channels pass through"""
-    args = (input, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
-    if input.ndim < 3 or 0 in input.shape:
-        raise NoRule("interpolate wants batch, channels and at least one more dim")
-    return batched_factors(
-        F.interpolate, args, {}, [input], [input.ndim - 2], linear_terms=FIRST, local=zeros_if_empty
-    )
+_channels(F.channel_shuffle, FIRST)
+_channels(F.local_response_norm, ())
 
 
 @rule(F.grid_sample, torch.grid_sampler, torch.grid_sampler_2d, torch.grid_sampler_3d, exact=True)

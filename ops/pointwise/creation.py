@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ops.dims import letters_of
+from ops.dims import letters_of, numbers
 from ops.factors import Arg, Dims, Factors, NoRule, pointwise_factors
 from ops.registry import rule
 
@@ -40,15 +40,6 @@ def replicated(input: Arg, shape: tuple[int, ...]) -> Factors:
     return Factors((letters_of(input),), (out,), shapes=(shape,), metadata_only=INPUT)
 
 
-def sizes_of(size: tuple[Any, ...]) -> tuple[int, ...]:
-    """Returns the sizes of ``new_zeros(2, 3)`` or ``new_zeros((2, 3))``."""
-    if len(size) == 1 and not isinstance(size[0], int):
-        size = tuple(size[0])
-    if not all(isinstance(s, int) for s in size):
-        raise NoRule(f"a size of {size}")
-    return tuple(size)
-
-
 def made(call: Any) -> Callable[..., Any]:
     """Returns the same function with the local shape: one argument of new_full, all arguments of
     the other functions."""
@@ -64,7 +55,7 @@ def made(call: Any) -> Callable[..., Any]:
 @rule(torch.Tensor.new_zeros, torch.Tensor.new_ones, torch.Tensor.new_empty, exact=True)
 def new_zeros(input: Arg, *sizes: Any, **kwargs: Any) -> Factors:
     """replicated, or as the input where the shape is the same"""
-    return new(input, sizes_of(sizes or (kwargs["size"],)), made)
+    return new(input, numbers(sizes or (kwargs["size"],)), made)
 
 
 @rule(torch.Tensor.new_full, exact=True)
@@ -72,7 +63,7 @@ def new_full(input: Arg, size: Any, fill_value: Any, **kwargs: Any) -> Factors:
     """replicated, or as the input where the shape is the same"""
     if isinstance(fill_value, Arg):
         raise NoRule("a fill_value that is a tensor")
-    return new(input, sizes_of((size,)), made)
+    return new(input, numbers((size,)), made)
 
 
 @rule(torch.Tensor.new_tensor, exact=True)
@@ -90,4 +81,4 @@ def new_of_old(input: Arg, *size: Any, **kwargs: Any) -> Factors:
     data = size[0] if size else None
     if isinstance(data, (list, tuple)) and not isinstance(data, torch.Size):
         return new_tensor(input, data)
-    return new(input, sizes_of(size or (0,)), made)
+    return new(input, numbers(size or (0,)), made)

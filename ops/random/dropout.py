@@ -16,22 +16,13 @@ from ops.dims import FIRST
 from ops.factors import Arg, Factors, NoRule, pointwise_factors
 from ops.local import DrawProtocol, LocalCall, LocalShardInfo, Part
 from ops.random.fill import drawing, drawn
-from ops.registry import Function, rule
+from ops.registry import rule
 
-LINEAR: list[Function] = [
-    torch.dropout,
-    torch.dropout_,
-    F.dropout,
-    torch.feature_dropout,
-    torch.feature_dropout_,
-]
-AFFINE: list[Function] = [
-    torch.alpha_dropout,
-    torch.alpha_dropout_,
-    F.alpha_dropout,
-    torch.feature_alpha_dropout,
+LINEAR = F.dropout, torch.dropout, torch.dropout_, torch.feature_dropout, torch.feature_dropout_
+AFFINE = (
+    F.alpha_dropout, torch.alpha_dropout, torch.alpha_dropout_, torch.feature_alpha_dropout,
     torch.feature_alpha_dropout_,
-]
+)  # fmt: skip
 ALPHA = 1.7580993408473766  # minus the limit of SELU at minus infinity
 
 
@@ -67,7 +58,7 @@ def masked(call: LocalCall) -> Callable[..., Any]:
     def _times(input: Tensor, noise: Tensor) -> Tensor:
         return input.mul_(noise) if inplace else input * noise
 
-    core = CORES[name]
+    core = getattr(torch, name)
     draws = drawing(call, "fast", by_position, place, lambda input, p: core(input, p, True))
 
     def run(input: Tensor, p: float = 0.5, *flags: Any, **named: Any) -> Tensor:
@@ -77,11 +68,6 @@ def masked(call: LocalCall) -> Callable[..., Any]:
         return result.view_as(result) if result is input and not inplace else result
 
     return run
-
-
-CORES = {
-    f.__name__: f for f in (*LINEAR, *AFFINE) if f is not F.dropout and f is not F.alpha_dropout
-}
 
 
 def dropout(linear: bool) -> Callable[..., Factors]:

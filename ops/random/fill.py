@@ -77,32 +77,25 @@ def whole_float(dtype: torch.dtype) -> int:
 # In place -----------------------------------------------------------------------------------------
 
 
-def _normal(dtype: Any, mean: float = 0.0, std: float = 1.0) -> Kind:
-    return "normal", {"mean": mean, "std": std}
-
-
-def _uniform(dtype: Any, low: float = 0.0, high: float = 1.0, **named: float) -> Kind:
-    return "uniform", {"low": named.get("from", low), "high": named.get("to", high)}
-
-
-def _exponential(dtype: Any, lambd: float = 1.0) -> Kind:
-    return "exponential", {"rate": lambd}
-
-
-def _integers(dtype: Any, *bounds: int, **named: int) -> Kind:
-    """Returns the distribution of random_(), random_(to) or random_(from, to)."""
-    low, high = (0, *bounds)[-2:] if bounds else (0, whole_float(dtype) + 1)
-    return "integers", {"low": named.get("from", low), "high": named.get("to", high)}
-
-
-def _bernoulli(dtype: Any, p: Any = 0.5) -> Kind:
-    return "bernoulli", {"p": p}
-
-
-FILLS: dict[Any, Callable[..., Kind]] = {
-    Tensor.normal_: _normal, Tensor.uniform_: _uniform, Tensor.exponential_: _exponential,
-    Tensor.random_: _integers, Tensor.bernoulli_: _bernoulli,
+# torch function -> the distribution, and its options by position; RENAMED: their names in torch
+FILLS: dict[Any, tuple[str, tuple[str, ...]]] = {
+    Tensor.normal_: ("normal", ("mean", "std")), Tensor.uniform_: ("uniform", ("low", "high")),
+    Tensor.exponential_: ("exponential", ("rate",)), Tensor.bernoulli_: ("bernoulli", ("p",)),
+    Tensor.random_: ("integers", ("low", "high")),
 }  # fmt: skip
+RENAMED = {"from": "low", "to": "high", "lambd": "rate"}
+
+
+def distribution(func: Any, dtype: torch.dtype, args: Any, kwargs: dict[str, Any]) -> Kind:
+    """Returns the distribution of a call and its options."""
+    kind, names = FILLS[func]
+    named = {RENAMED.get(name, name): value for name, value in kwargs.items()}
+    if kind != "integers":
+        return kind, {**dict(zip(names, args, strict=False)), **named}
+    low, high = (0, *args)[-2:] if args else (0, whole_float(dtype) + 1)  # random_(to)
+    return kind, {"low": low, "high": high, **named}
+
+
 # torch draws the whole tensor on every rank, which keeps its piece
 WHOLE = (Tensor.log_normal_, Tensor.cauchy_, Tensor.geometric_)
 
@@ -110,19 +103,19 @@ WHOLE = (Tensor.log_normal_, Tensor.cauchy_, Tensor.geometric_)
 def filled(call: LocalCall) -> Callable[..., Any]:
     """Fills this rank's piece. For a pending sum or product the first rank has the numbers, and the
     others have 0 or 1."""
-    kind_of, func, target = FILLS.get(call.func), call.func, call.outputs[0]
+    func, target = call.func, call.outputs[0]
     ops = dict(target.layout.partial)
     mute = [op for a, op in ops.items() if op in ("sum", "prod") and call.coordinate[a]]
     neutral = 0 if "sum" in mute else 1
 
     def by_position(draw: DrawProtocol, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if kind_of is None:
+        if func not in FILLS:
             whole = torch.empty(target.shape, dtype=input.dtype, device=input.device)
             with draw.seeded((), input.device):
                 func(whole, *args, **kwargs)
             layout, here = Layout(((),) * whole.ndim), replace(target.layout, partial=())
             return input.copy_(call.collectives.reshard(whole, target.shape, layout, here, ()))
-        kind, options = kind_of(input.dtype, *args, **kwargs)
+        kind, options = distribution(func, input.dtype, args, kwargs)
         if isinstance(options.get("p"), Tensor):
             options["p"] = options["p"].expand(input.shape)
         return input.copy_(draw.numbers(kind, target, input.dtype, input.device, **options))

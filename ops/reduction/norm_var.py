@@ -132,7 +132,7 @@ def moments(
     return call.collectives.psum(squares, axes) / max(n - correction, 0), mean
 
 
-def _options(dim: Any, unbiased: Any, keepdim: bool, correction: Any) -> tuple[Any, float]:
+def _options(dim: Any, unbiased: Any, correction: Any) -> tuple[Any, float]:
     """Returns (dim, correction) of torch's overloads: var(x, False), var(x, 0, False), var(x,
     dim=0, correction=2)."""
     if isinstance(dim, bool):
@@ -148,7 +148,7 @@ def _moment(func: Any, rooted: bool, with_mean: bool) -> None:
         input: Arg, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *,
         correction: Any = None, out: None = None,
     ) -> Factors:  # fmt: skip
-        dim, less = _options(dim, unbiased, keepdim, correction)
+        dim, less = _options(dim, unbiased, correction)
         gone = reduced_dims(input, dim)
         if input.dtype is not None and not input.dtype.is_floating_point:
             raise NoRule(f"{func.__name__} of {input.dtype}")
