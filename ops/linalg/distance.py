@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from ops.dims import front, named, without
 from ops.empty_pieces import zeros_if_empty
-from ops.factors import Arg, Factors, NoRule, pointwise_factors
+from ops.factors import Arg, Factors, NoRule, letters, pointwise_factors
 from ops.reduction.sum import reduction
 from ops.registry import rule
 
@@ -23,9 +23,10 @@ def renorm(input: Arg, p: Any, dim: int, maxnorm: Any) -> Factors:
     return Factors((dims,), (dims,), {at: input.shape[at]}, shapes=(input.shape,))
 
 
-rule(
-    torch.cdist, "... m k, ... n k -> ... m n", unsplittable={"k"}, local=zeros_if_empty, exact=True
-)
+@rule(torch.cdist, exact=True)
+def cdist(x1: Arg, x2: Arg, p: Any = 2.0, compute_mode: Any = None) -> Factors:
+    """... m k, ... n k -> ... m n; k is whole"""
+    return letters("... m k, ... n k -> ... m n", x1, x2, unsplittable={"k"}, local=zeros_if_empty)
 
 
 @rule(F.pairwise_distance, exact=True)

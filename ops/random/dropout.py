@@ -18,9 +18,9 @@ from ops.local import DrawProtocol, LocalCall, LocalShardInfo, Part
 from ops.random.fill import drawing, drawn
 from ops.registry import rule
 
-LINEAR = F.dropout, torch.dropout, torch.dropout_, torch.feature_dropout, torch.feature_dropout_
+LINEAR = torch.dropout, torch.dropout_, F.dropout, torch.feature_dropout, torch.feature_dropout_
 AFFINE = (
-    F.alpha_dropout, torch.alpha_dropout, torch.alpha_dropout_, torch.feature_alpha_dropout,
+    torch.alpha_dropout, torch.alpha_dropout_, F.alpha_dropout, torch.feature_alpha_dropout,
     torch.feature_alpha_dropout_,
 )  # fmt: skip
 ALPHA = 1.7580993408473766  # minus the limit of SELU at minus infinity
