@@ -82,3 +82,44 @@ def test_more_kinds_of_calls_than_a_rank_outside_remembers():
     for n in (*range(300), *range(0, 300, 7), *range(299, 200, -1)):
         assert double(x, n).shape == (2,)
     assert dt.reshard(double(x, 3), dt.ProcessMesh([1], ("x",))).shape == (2,)
+
+
+@on_ranks(4)
+def test_arguments_on_two_meshes_of_the_same_ranks():
+    flat, grid = dt.init_mesh((4,), ("ep",)), dt.init_mesh((2, 2), ("dp", "tp"))
+    rows, weight, bias = torch.randn(7, 3), torch.randn(3, 5), torch.randn(5)
+    plain = [t.clone().requires_grad_() for t in (rows, weight, bias)]
+    (plain[0] @ plain[1] + plain[2]).square().sum().backward()
+    x = dt.shard_tensor(rows, flat, [dt.Shard(0)], requires_grad=True)
+    w = dt.shard_tensor(weight, grid, [dt.Shard(0), dt.Replicate()], requires_grad=True)
+    b = dt.shard_tensor(bias, grid, [dt.Replicate(), dt.Replicate()], requires_grad=True)
+    linear = dt.local_map(
+        lambda x, w, b: x @ w + b, in_placements=(None, [dt.Replicate()] * 2, None),
+        out_placements=[dt.Shard(0)], device_mesh=flat,
+    )  # fmt: skip
+    y = linear(x, w, b)
+    assert y.process_mesh is flat
+    torch.testing.assert_close(y.full_tensor(), rows @ weight + bias)
+    y.square().sum().backward()
+    for ours, theirs in zip((x, w, b), plain, strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
+@on_ranks(4)
+def test_arguments_on_two_meshes_where_no_gradient_follows():
+    """Values that differ over one axis of one mesh: over which axes of the other?"""
+    flat, grid = dt.init_mesh((4,), ("ep",)), dt.init_mesh((2, 2), ("dp", "tp"))
+    x = dt.ones(2, mesh=flat, requires_grad=True)
+    b = dt.shard_tensor(torch.arange(4.0), grid, [dt.Shard(0), dt.Replicate()])
+    words = {"out_placements": [dt.Replicate()], "device_mesh": flat}
+
+    def total(x: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return x * 2 + 0 * b.sum()
+
+    with pytest.raises(ValueError, match="give in_grad_placements"):
+        dt.local_map(total, **words)(x, b)
+    grads = ([dt.Replicate()], [dt.Shard(0), dt.Replicate()])
+    dt.local_map(total, in_grad_placements=grads, **words)(x, b).sum().backward()
+    assert x.grad.full_tensor().tolist() == [2.0, 2.0]
+    with pytest.raises(ValueError, match="on other ranks"):
+        dt.local_map(total, out_placements=[dt.Replicate()], device_mesh=grid["dp"])(x, b)

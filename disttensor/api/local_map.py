@@ -60,8 +60,8 @@ def local_map(
         in_grad_placements: placements of the local gradient of each tensor argument. They default
             to S -> S, P -> R, and R -> Partial if some argument or result varies over the axis,
             else R.
-        device_mesh: the mesh of regular tensors among the arguments; None: the mesh of the
-            DistTensors.
+        device_mesh: the mesh of the results, and of regular tensors among the arguments. None: the
+            mesh of the DistTensors. DistTensors may be on other meshes of the same ranks.
         out_shapes: the global shape of each result. Without it the shapes follow from the pieces,
             whose sizes are exchanged.
 
@@ -110,12 +110,10 @@ def local_map(
             for t in tensors
         ]
         specs = [
-            x.spec if w is None else x.spec.with_layout(layout_of(w, x.ndim, mesh.ndim))
+            x.spec if w is None else x.spec.with_layout(layout_of(w, x.ndim, x.spec.mesh.ndim))
             for x, w in zip(inputs, wanted, strict=True)
         ]
-        vary = {a for s in specs for a in s.layout.varies()}
-        for o in outs:
-            vary |= {a for a, p in enumerate(o or ()) if str(as_placement(p)) != "R"}
+        vary = _varying(mesh, specs, outs, all(g is not None for g in grads))
         key = None if out_shapes is None else _kind(args, kwargs, tensors)
         if key is not None:  # other ranks may run micro-batches in another order
             key = p2p.CHANNEL.get(), key
@@ -128,13 +126,14 @@ def local_map(
         broadcasts = key not in known
         with objects.send_errors(mesh.root.ranks, mesh.device) if broadcasts else nullcontext():
             locals_ = [
-                _local_of(x, s, vary, g) for x, s, g in zip(inputs, specs, grads, strict=True)
+                _local_of(x, s, vary[s.mesh], g)
+                for x, s, g in zip(inputs, specs, grads, strict=True)
             ]
             left = iter(locals_)
             call = substitute((args, kwargs), lambda _: next(left))
             result = fn(*call[0], **call[1])
             pieces, rebuilt = _checked_pieces(result, outs)
-            if torch.is_grad_enabled() and any(mesh.shape[a] > 1 for a in vary):
+            if torch.is_grad_enabled() and any(mesh.shape[a] > 1 for a in vary[mesh]):
                 pieces = tie_outputs(pieces, locals_)
             result = rebuilt([
                 p if o is None else from_pieces(p, mesh, layout_of(o, p.ndim, mesh.ndim), s)
@@ -185,15 +184,38 @@ def _mesh_of(fn: Any, args: Any, kwargs: Any, device_mesh: ProcessMesh | None) -
             "tuples and dicts; give the fields as arguments of their own"
         )
     if _number(tensors):
-        mesh = mesh_of_call(fn, tensors)
-        if device_mesh not in (None, mesh):
-            raise ValueError(f"local_map: device_mesh={device_mesh!r}; the tensors are on {mesh!r}")
-        return mesh
+        if device_mesh is None:
+            return mesh_of_call(fn, tensors)
+        for t in tensors:
+            if isinstance(t, DistTensor) and set(t.spec.mesh.ranks) != set(device_mesh.ranks):
+                raise ValueError(
+                    f"local_map: device_mesh={device_mesh!r}, and an argument is on other ranks, "
+                    f"those of {t.spec.mesh!r}: reshard it first"
+                )
     if device_mesh is None:
         raise ValueError(
             "local_map: no argument is a DistTensor, so the mesh is not known: give device_mesh"
         )
     return device_mesh
+
+
+def _varying(
+    mesh: ProcessMesh, specs: Sequence[DistSpec], outs: Sequence[Any], grads_given: bool
+) -> dict[ProcessMesh, set[int]]:
+    """Returns, for each mesh, the axes over which arguments or results vary. What varies over one
+    mesh varies over the axes of another only if it differs on all ranks."""
+    vary = {mesh: {a for o in outs for a, p in enumerate(o or ()) if str(as_placement(p)) != "R"}}
+    for s in specs:
+        vary.setdefault(s.mesh, set()).update(s.layout.varies())
+    if len(vary) == 1 or not any(vary.values()):
+        return vary
+    every = {m: {a for a, n in enumerate(m.shape) if n > 1} for m in vary}
+    if not (grads_given or any(vary[m] >= every[m] for m in vary)):
+        raise ValueError(
+            f"local_map: the tensors are on {' and '.join(map(repr, vary))}, and none differs on "
+            "all ranks, so the gradients are not known: give in_grad_placements for each tensor"
+        )
+    return every
 
 
 def _checked_pieces(result: Any, outs: Sequence[Any]) -> tuple[list[Any], Callable[..., Any]]:
