@@ -71,13 +71,11 @@ def expert_load(model: nn.Module) -> ExpertLoad:
     check_type("expert_load: model", model, nn.Module, "a module")
     found = []
     for name, sent, mesh in _mixtures(model):
-        if mesh is None:
-            counts = _counted(sent)
-        elif mesh.coordinate is None:
+        if mesh is not None and mesh.coordinate is None:
             counts = objects.recv_object(mesh.root.ranks, mesh.device)
         else:
             counts = _counted(sent)
-            if objects.other_ranks(mesh.root.ranks):
+            if mesh is not None and objects.other_ranks(mesh.root.ranks):
                 objects.send_object(counts, mesh.root.ranks, mesh.device)
         if counts is not None:
             found.append(LayerLoad(name or type(model).__name__, *counts))
@@ -116,9 +114,7 @@ def _counted(sent: DispatchedTokens | None) -> tuple[tuple[int, ...], tuple[int,
         whole = DistSpec(spec.mesh, Layout(((),), pending), (experts,), torch.int64)
         counts = wrap(counts, whole).full_tensor()
     each: list[int] = counts.tolist()
-    parts = []
-    for start, stop in _ranges(sent.owner, experts):
-        parts.append(sum(each[start:stop]))
+    parts = [sum(each[start:stop]) for start, stop in _ranges(sent.owner, experts)]
     return tuple(each), tuple(parts)
 
 
@@ -127,8 +123,6 @@ def _ranges(owner: DistSpec | None, experts: int) -> list[tuple[int, int]]:
     if owner is None or not owner.layout.dims[0]:
         return [(0, experts)]
     axes, mesh = owner.layout.dims[0], owner.mesh
-    out = []
-    for at in mesh.members(axes, (0,) * mesh.ndim):
-        box = box_at((experts,), (axes,), mesh.shape, at)
-        out.append((box.offset[0], box.offset[0] + box.shape[0]))
-    return out
+    members = mesh.members(axes, (0,) * mesh.ndim)
+    boxes = [box_at((experts,), (axes,), mesh.shape, at) for at in members]
+    return [(box.offset[0], box.offset[0] + box.shape[0]) for box in boxes]

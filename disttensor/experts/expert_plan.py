@@ -1,16 +1,63 @@
-"""The plan that splits a model's experts."""
+"""Proposed plans, the results of the functions of ``dt.plans``; the plan that splits experts."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 from torch import nn
 
 from disttensor.checks import check_int, check_sequence, check_type
 from disttensor.core.mesh import ProcessMesh, as_mesh
-from disttensor.core.placement import Replicate, Shard
-from disttensor.experts.proposal import Proposal
+from disttensor.core.placement import Placement, Replicate, Shard
+
+
+class Proposal(dict[str, Sequence[Placement]]):
+    """A plan for ``shard_module``: name of each parameter -> placements. ``why[name]`` says the
+    reason.
+
+    It can be changed like a dict. When printed, equal entries of several layers share one line.
+
+    >>> plan = dt.plans.megatron(torch.nn.TransformerEncoderLayer(4, 2, 8))
+    >>> isinstance(plan, dt.plans.Proposal), plan.why["linear1.weight"]
+    (True, 'mlp, first: its output is split')
+    >>> plan["linear2.weight"] = [dt.Replicate(), dt.Replicate()]
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.why: dict[str, str] = {}
+
+    def __str__(self) -> str:
+        rows: dict[tuple[str, str, str], int] = {}
+        for name, placements in self.items():
+            shown = "[" + ", ".join(map(str, placements)) + "]"
+            key = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name), shown, self.why.get(name, "")
+            rows[key] = rows.get(key, 0) + 1
+        widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
+        return "\n".join(
+            f"{name.ljust(widths[0])}  {shown.ljust(widths[1])}  {why}".rstrip()
+            for name, shown, why in rows
+        )
+
+
+def axes_of(
+    who: str, listed: Sequence[int | str], mesh: ProcessMesh | None
+) -> tuple[list[int], tuple[int, ...]]:
+    """Returns the numbers of these axes, and the shape of the mesh. Without a mesh the last axis is
+    assumed to be the last one of the mesh, and all sizes are 1."""
+    if mesh is not None:
+        mesh = as_mesh(f"{who}: mesh", mesh)
+        return [mesh.axis(a) for a in listed], mesh.shape
+    for a in listed:
+        if isinstance(a, str):
+            raise ValueError(
+                f"{who}: mesh_axis={a!r}: an axis given by its name needs the mesh too: "
+                f"{who}(model, {a!r}, mesh)"
+            )
+    axes = [check_int(f"{who}: mesh_axis", a, 0) for a in listed]
+    return axes, (1,) * (max(axes, default=0) + 1)
 
 
 def expert_tensors(model: nn.Module) -> dict[str, int]:
@@ -53,26 +100,16 @@ def experts(
     experts.up  [S(0), R]  experts: by number
     """
     check_type("plans.experts: model", model, nn.Module, "a module")
-    if mesh is not None:
-        mesh = as_mesh("plans.experts: mesh", mesh)
     given = (mesh_axis,) if isinstance(mesh_axis, (int, str)) else mesh_axis
     listed = check_sequence("plans.experts: mesh_axis", given, "an axis, or a list of them,")
-    if mesh is None and any(isinstance(a, str) for a in listed):
-        raise ValueError(
-            f"plans.experts: mesh_axis={mesh_axis!r}: an axis given by its name needs the mesh "
-            "too: experts(model, 'ep', mesh)"
-        )
-    axes = [
-        check_int("plans.experts: mesh_axis", a, 0) if mesh is None else mesh.axis(a)
-        for a in listed
-    ]
+    axes, shape = axes_of("plans.experts", listed, mesh)
     found = expert_tensors(model)
     if not found or not axes:
         raise ValueError(
             f"plans.experts: no module of this {type(model).__name__} holds experts: one with "
             "num_experts, and parameters [num_experts, ...] of which some are matrices"
         )
-    parts = math.prod(mesh.shape[a] for a in axes) if mesh is not None else 1
+    parts = math.prod(shape[a] for a in axes)
     plan = Proposal()
     for name, count in found.items():
         if count < parts:
@@ -80,7 +117,6 @@ def experts(
                 f"plans.experts: {name} has {count} experts for {parts} ranks: some would hold "
                 "none. Split them over fewer axes"
             )
-        ndim = mesh.ndim if mesh is not None else max(axes) + 1
-        plan[name] = [Shard(0) if a in axes else Replicate() for a in range(ndim)]
+        plan[name] = [Shard(0) if a in axes else Replicate() for a in range(len(shape))]
         plan.why[name] = "experts: by number"
     return plan

@@ -11,7 +11,7 @@ from torch import nn
 
 from disttensor.api.shard import shard_tensor
 from disttensor.checks import check_callable, check_type, has_own_operators
-from disttensor.core.layout import layout_of, replicated
+from disttensor.core.layout import layout_of
 from disttensor.core.mesh import ProcessMesh, as_mesh
 from disttensor.core.placement import Placement, Replicate
 from disttensor.core.spec import DistSpec
@@ -159,9 +159,8 @@ def check_subclasses(
 def _check_meta(module: nn.Module, mesh_of: Callable[[torch.Tensor], Any]) -> None:
     """Raises ValueError for a meta tensor in a module that cannot initialize it."""
     for name, owner, _, _, value in slots(module):
-        if isinstance(value, DistTensor) or not value.is_meta or mesh_of(value) is None:
-            continue
-        if has_own_operators(value):
+        stays = isinstance(value, DistTensor) or has_own_operators(value)
+        if stays or not value.is_meta or mesh_of(value) is None:
             continue
         if not callable(_initializer(owner)):
             raise ValueError(
@@ -184,11 +183,7 @@ def children_first(module: nn.Module, seen: set[nn.Module] | None = None) -> Ite
 
 
 def _place(value: torch.Tensor, mesh: ProcessMesh, placements: Sequence[Placement] | None) -> Any:
-    layout = (
-        replicated(value.ndim)
-        if placements is None
-        else layout_of(placements, value.ndim, mesh.ndim)
-    )
+    layout = layout_of(placements or [Replicate()] * mesh.ndim, value.ndim, mesh.ndim)
     spec = DistSpec(mesh, layout, value.shape, value.dtype)
     if mesh.coordinate is None:
         out: Any = execute.off_mesh_leaf(spec, value.requires_grad)

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from disttensor.checks import check_int, check_type
-from disttensor.core.mesh import ProcessMesh, as_mesh
+from disttensor.checks import check_type
+from disttensor.core.mesh import ProcessMesh
 from disttensor.core.placement import Replicate, Shard
-from disttensor.experts.expert_plan import expert_tensors
+from disttensor.experts.expert_plan import Proposal as Proposal
+from disttensor.experts.expert_plan import axes_of, expert_tensors
 from disttensor.experts.expert_plan import experts as experts
-from disttensor.experts.proposal import Proposal as Proposal
 
 # Usual names of the layers of a transformer. A name counts only if the shapes fit too.
 QKV = re.compile(
@@ -71,19 +71,9 @@ def megatron(
     down.bias    [R, R]     added once, to the whole sum
     >>> model = dt.shard_module(model, mesh, plan)
     """
-    if mesh is None and isinstance(mesh_axis, str):
-        raise ValueError(
-            f"plans.megatron: mesh_axis={mesh_axis!r}: an axis given by its name needs the mesh "
-            "too: megatron(model, 'tp', mesh)"
-        )
-    if mesh is not None:
-        mesh = as_mesh("plans.megatron: mesh", mesh)
-        axis = mesh.axis(mesh_axis)
-    else:
-        axis = check_int("plans.megatron: mesh_axis", mesh_axis, 0)
+    (axis,), shape = axes_of("plans.megatron", [mesh_axis], mesh)
     check_type("plans.megatron: model", model, nn.Module, "a module")
-    ndim = mesh.ndim if mesh is not None else axis + 1
-    return _Proposer(model, axis, ndim, mesh.shape[axis] if mesh is not None else 1).proposal()
+    return _Proposer(model, axis, len(shape), shape[axis]).proposal()
 
 
 class _Proposer:
