@@ -8,6 +8,8 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+import numpy as np
+
 from disttensor.checks import check_int
 
 AXES = ("pp", "dp", "sharding", "cp", "tp")  # outer to inner
@@ -66,8 +68,7 @@ def infer(given: Mapping[str, int | None], world: int, first: str = "dp") -> Deg
     Degrees(pp=1, dp=4, sharding=1, cp=1, tp=2)
     """
     check_int("Strategy: world", world, 1, "a number of processes")
-    fixed = {axis: given[axis] for axis in AXES if given.get(axis) is not None}
-    sizes: dict[str, int] = {axis: size for axis, size in fixed.items() if size is not None}
+    sizes = {axis: size for axis in AXES if (size := given.get(axis)) is not None}
     needed = math.prod(sizes.values())
     rest = next((axis for axis in (first, *REST) if axis not in sizes), None)
     if world % needed or (rest is None and needed != world):
@@ -91,13 +92,16 @@ def _misfit(sizes: Mapping[str, int], world: int, rest: str | None) -> str:
     )
 
 
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
 def _fitting(
     sizes: Mapping[str, int], world: int, rest: str | None
 ) -> Iterator[tuple[tuple[int, float], dict[str, int]]]:
     """Yields ((number of changed axes, size of the change), degrees) that fit the world."""
-    divisors = [n for n in range(1, world + 1) if world % n == 0]
     axes = [a for a in REST[::-1] if sizes.get(a, 1) > 1] or [a for a in REST[::-1] if a in sizes]
-    for values in itertools.product(divisors, repeat=len(axes)):
+    for values in itertools.product(divisors(world), repeat=len(axes)):
         total = math.prod(values)
         if world % total or (rest is None and total != world):
             continue
@@ -117,26 +121,13 @@ def _fitting(
         )
 
 
-def stage_ranks(degrees: Degrees, stage: int) -> range:
-    """Returns the ranks of one stage: consecutive, because pp is the outermost axis."""
-    size = degrees.world // degrees.pp
-    return range(stage * size, (stage + 1) * size)
-
-
 def ranks_over(degrees: Degrees, stage: int, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
     """Returns groups of ranks of a stage that differ only on ``axes``, major first."""
-    sizes = [getattr(degrees, axis) for axis in STAGE_AXES]
-    strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
-    ways: list[list[int]] = [[], []]  # offsets of a rank by other axes, and by ``axes``
-    for inside in (False, True):
-        steps = [
-            [stride * i for i in range(size)]
-            for axis, size, stride in zip(STAGE_AXES, sizes, strides, strict=True)
-            if (axis in axes) is inside
-        ]
-        ways[inside] = [sum(step) for step in itertools.product(*steps)]
-    first = stage_ranks(degrees, stage)[0]
-    return [tuple(map((first + base).__add__, ways[True])) for base in ways[False]]
+    ranks = np.arange(degrees.world).reshape(degrees)[stage]
+    inside = [i for i, axis in enumerate(STAGE_AXES) if axis in axes]
+    last = range(len(STAGE_AXES) - len(inside), len(STAGE_AXES))
+    size = math.prod(ranks.shape[i] for i in inside)
+    return [tuple(row) for row in np.moveaxis(ranks, inside, last).reshape(-1, size).tolist()]
 
 
 def groups(degrees: Degrees) -> list[GroupSpec]:

@@ -32,6 +32,7 @@ from disttensor.parallel.sharding_configs import strategy_fields
 from disttensor.parallel.stage_plan import stage_plan
 from disttensor.pipeline.partition import assign_layers
 from disttensor.pipeline.partition import named_layers as layers_of
+from disttensor.pipeline.schedule import route
 from disttensor.pipeline.schedules import NAMES as SCHEDULES
 from ops.nn.attention_policy import POLICIES, policy
 
@@ -121,16 +122,12 @@ class Strategy:
                 f"Strategy: zero_stage={self.zero_stage!r}: 1 shards the state of the optimizer, 2 "
                 "gradients too, 3 parameters too. To shard nothing, leave it out and set sharding=1"
             )
-        if self.attention not in POLICIES:
-            raise ValueError(
-                f"Strategy: attention={self.attention!r}: it is one of "
-                + ", ".join(map(repr, POLICIES))
-            )
-        if self.schedule not in list(SCHEDULES):
-            raise ValueError(
-                f"Strategy: schedule={self.schedule!r}: it is one of "
-                + ", ".join(map(repr, SCHEDULES))
-            )
+        for name, known in (("attention", list(POLICIES)), ("schedule", list(SCHEDULES))):
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"Strategy: {name}={getattr(self, name)!r}: it is one of "
+                    + ", ".join(map(repr, known))
+                )
         if self.amp is not None and self.amp not in list(AMP):
             raise ValueError(f"Strategy: amp={self.amp!r}: it is None, 'bf16' or 'fp16'")
         names = (self.recompute,) if isinstance(self.recompute, str) else self.recompute
@@ -290,15 +287,13 @@ class Strategy:
         if visits is None:
             return self.visits()
         times = check_int("Strategy.apply: visits", visits, 1)
-        if SCHEDULES[self.schedule].shape == "loop":
-            return self.stages() * times
-        order = self.visits()
-        if len(order) != times * self.degrees().pp:
+        shape = SCHEDULES[self.schedule].shape
+        if shape == "v" and times != 2:
             raise ValueError(
                 f"Strategy.apply: visits={times}: {self.schedule!r} visits each stage twice, there "
                 "and back. Leave visits out, or choose another schedule"
             )
-        return order
+        return route(shape, self.stages(), times)
 
     def _check_layers(
         self, model: nn.Module, pp: int, order: list[ProcessMesh], options: dict[str, Any]

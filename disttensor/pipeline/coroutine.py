@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from contextvars import copy_context
-from functools import partial
 from queue import SimpleQueue
 from typing import Any, ClassVar
 
@@ -34,27 +33,28 @@ class Coroutine:
         self.result: Any = None
         self.ended = False
         self._error: BaseException | None = None
-        self._go, self._back = _Gate(), _Gate()
+        # two semaphores: a SimpleQueue is in C, and threading.Semaphore in Python
+        self._go, self._back = SimpleQueue[None](), SimpleQueue[None]()
         self._started = self._given_up = False
         run, state = copy_context().run, _torch_state()
         self._job = lambda: run(self._run, fn, state)
 
     def resume(self) -> bool:
         if self._started:
-            self._go.release()
+            self._go.put(None)
         else:
             self._started = True
-            _Worker.carry_out(self._job, self._back.release)
+            _Worker.carry_out(self._job, self._back)
             del self._job
-        self._back.acquire()
+        self._back.get()
         if self._error is not None:
             raise self._error
         return self.ended
 
     def pause(self) -> None:
         """Returns control to the owner until it resumes; called by the function."""
-        self._back.release()
-        self._go.acquire()
+        self._back.put(None)
+        self._go.get()
         if self._given_up:
             raise Abandoned
 
@@ -62,8 +62,8 @@ class Coroutine:
         """Ends a paused function."""
         if self._started and not self.ended:
             self._given_up = True
-            self._go.release()
-            self._back.acquire()
+            self._go.put(None)
+            self._back.get()
 
     def _run(self, fn: Callable[[], Any], torch_state: Callable[[], ExitStack]) -> None:
         try:
@@ -84,40 +84,26 @@ class _Worker(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(name="micro-batch", daemon=True)
-        self._ready = _Gate()
-        self._job: tuple[Callable[[], None], Callable[[], None]] | None = None
+        self._jobs = SimpleQueue[tuple[Callable[[], None], SimpleQueue[None]]]()
 
     @classmethod
-    def carry_out(cls, job: Callable[[], None], done: Callable[[], None]) -> None:
-        """Runs ``job`` and, when the thread is free for another job, ``done``."""
+    def carry_out(cls, job: Callable[[], None], done: SimpleQueue[None]) -> None:
+        """Runs ``job``, and puts None into ``done`` when the thread is free for another job."""
         try:
             worker = cls._idle.pop()
         except IndexError:
             worker = cls()
             worker.start()
-        worker._job = job, done
-        worker._ready.release()
+        worker._jobs.put((job, done))
 
     def run(self) -> None:
         number_own_nodes()
         while True:
-            self._ready.acquire()
-            assert self._job is not None
-            (job, done), self._job = self._job, None
+            job, done = self._jobs.get()
             job()
             del job
             self._idle.append(self)
-            done()
-
-
-class _Gate:
-    """``acquire`` waits for one ``release``: a semaphore in C (threading.Semaphore is Python)."""
-
-    __slots__ = ("acquire", "release")
-
-    def __init__(self) -> None:
-        tokens = SimpleQueue[None]()
-        self.acquire, self.release = tokens.get, partial(tokens.put, None)
+            done.put(None)
 
 
 if hasattr(os, "register_at_fork"):  # a forked process has no threads

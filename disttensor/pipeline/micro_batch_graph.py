@@ -44,7 +44,6 @@ Tensor = torch.Tensor
 
 # SENT: has sent since it received, so the next receive begins a visit. PAUSED: also paused for it.
 ProgramState = Enum("ProgramState", "COMPUTING SENT PAUSED ENDED")
-VisitState = Enum("VisitState", "FORWARD_DONE INPUT_DONE DONE")
 
 
 @dataclass(eq=False)
@@ -52,21 +51,7 @@ class VisitGraph:
     """A visit of this rank."""
 
     begin: int  # the number of the first node of its graph
-    state: VisitState = VisitState.FORWARD_DONE
     split: SplitBackward | None = None  # a backward whose second part is deferred
-
-    def backward_input(self, split: SplitBackward, retain_graph: bool) -> None:
-        """Computes the gradients of inputs, and defers the gradients of weights where possible."""
-        split.inputs(retain_graph)
-        if not split.is_whole:
-            self.split, self.state = split, VisitState.INPUT_DONE
-
-    def backward_weight(self) -> bool:
-        """Computes the deferred gradients; returns False if there are none."""
-        split, self.split, self.state = self.split, None, VisitState.DONE
-        if split is not None:
-            split.weights()
-        return split is not None
 
 
 _ARRIVES = (TransferState.NEEDED, TransferState.GRAD_STARTED)  # for a sent tensor
@@ -306,7 +291,6 @@ class MicroBatchGraph:
                 assert t.local is not None
                 roots.append(t.local)
                 grads.append(t.wait_for_grad(self.waiting))
-            self.visits[number].state = VisitState.DONE
             # The graph of an earlier visit of the same mesh holds the nodes that this visit read.
             with count_of_graphs(self._graph):
                 if roots and defer_weights:
@@ -315,9 +299,10 @@ class MicroBatchGraph:
                     run_given(roots, grads, number > 0)
             self._send_grads(number)
             self._post_receives()
-        return any(v.state is VisitState.INPUT_DONE for v in self.visits[first : last + 1])
+        return any(v.split is not None for v in self.visits[first : last + 1])
 
     def _backward_input(self, number: int, roots: list[Tensor], grads: list[Tensor]) -> None:
+        """Computes the gradients of inputs, and defers the gradients of weights where possible."""
         visit = self.visits[number]
 
         def is_own_node(node: Any) -> bool:
@@ -334,14 +319,21 @@ class MicroBatchGraph:
         )
         if split.unsplit:
             warn_unsplit(split.unsplit, self.rank_stage())
-        visit.backward_input(split, retain_graph=number > 0)
+        split.inputs(retain_graph=number > 0)
+        if not split.is_whole:
+            visit.split = split
 
     def backward_weight(self, first: int, last: int) -> bool:
         """Computes the gradients of weights that ``backward`` of these visits deferred. Returns
         False if there are none."""
         with count_of_graphs(self._graph), one_backward():
-            visits = reversed(self.visits[first : last + 1])
-            return sum(visit.backward_weight() for visit in visits) > 0
+            deferred = False
+            for visit in reversed(self.visits[first : last + 1]):
+                split, visit.split = visit.split, None
+                if split is not None:
+                    split.weights()
+                    deferred = True
+            return deferred
 
     def _send_grads(self, number: int) -> None:
         """Sends the gradients of the tensors that a visit received, and drops sent locals."""

@@ -94,11 +94,7 @@ def assign_layers(
     of: nn.Module | None = None,
     sample: Any = None,
 ) -> list[int]:
-    """Returns the number of layers of each stage; the first stages get one more if it is uneven.
-
-    >>> deal([(name, torch.nn.ReLU()) for name in "abcde"], [mesh, mesh])
-    [3, 2]
-    """
+    """Returns the number of layers of each stage. Raises as ``split``."""
     count = len(layers)
     for mesh in check_sequence("pipeline.split: stages", stages, "a list of meshes"):
         if not isinstance(mesh, ProcessMesh):
@@ -128,25 +124,19 @@ def assign_layers(
             f"pipeline.split: {count} layers on {number} stages: each stage needs one at least. "
             "Name smaller parts of the model, or give fewer stages"
         )
-    if balance is not None:
-        return balance_layers(layers, number, balance, of, sample)
-    return [count // number + (stage < count % number) for stage in range(number)]
-
-
-def balance_layers(
-    layers: Layers, number: int, balance: Balance = "parameters", of: nn.Module | None = None,
-    sample: Any = None,
-) -> list[int]:  # fmt: skip
-    """Returns the number of layers of each of ``number`` stages that makes the cost of the most
-    expensive stage smallest. Costs are "parameters" or "time" (of the model ``of`` on a
-    ``sample``), or the cost of each layer.
-
-    >>> balanced([(str(n), torch.nn.Linear(4, n)) for n in (9, 1, 2, 3)], 2)
-    [1, 3]
-    >>> balanced([(str(n), torch.nn.ReLU()) for n in range(4)], 2, [1.0, 1.0, 0.5, 3.0])
-    [3, 1]
-    """
     costs = BALANCES[balance](layers, of, sample) if isinstance(balance, str) else balance
+    return divide_layers(count, number, costs)
+
+
+def divide_layers(count: int, number: int, costs: Sequence[float] | None = None) -> list[int]:
+    """Returns the number of layers of each of ``number`` stages: as even as possible, or, with the
+    cost of each layer, such that the most expensive stage costs as little as possible.
+
+    >>> divide_layers(5, 2), divide_layers(4, 2, [1.0, 1.0, 0.5, 3.0])
+    ([3, 2], [3, 1])
+    """
+    if costs is None:
+        return [count // number + (stage < count % number) for stage in range(number)]
     sums = [0.0, *itertools.accumulate(costs)]
     # best[j]: (most of one stage, where the stages begin) of the first j layers
     best: list[tuple[float, tuple[int, ...]]] = [(n, (0,)) for n in sums]
@@ -155,7 +145,7 @@ def balance_layers(
             min((max(best[i][0], sums[j] - sums[i]), (*best[i][1], i)) for i in range(stage, j))
             for j in range(stage + 1, len(sums))
         ]
-    ends = (*best[-1][1][1:], len(layers))
+    ends = (*best[-1][1][1:], count)
     return [end - start for start, end in zip(best[-1][1], ends, strict=True)]
 
 

@@ -22,7 +22,7 @@ from disttensor.observe import observers_of_thread
 from disttensor.pipeline.action import Action
 from disttensor.pipeline.early_receives import EarlyReceives
 from disttensor.pipeline.micro_batch import MicroBatch, Step
-from disttensor.pipeline.schedule import SHAPES, Schedule
+from disttensor.pipeline.schedule import SHAPES, Schedule, route
 from disttensor.pipeline.schedules import NAMES, Maker, named
 
 
@@ -162,11 +162,7 @@ def _visits(stages: Sequence[ProcessMesh]) -> tuple[list[ProcessMesh], int, list
     stages = [as_mesh("pipeline.run: stages: entry", mesh) for mesh in listed]
     order = list(dict.fromkeys(stages))
     chunks = len(stages) // len(order) if order else 0
-    ways = {
-        "loop": order * chunks,
-        "v": (order + order[::-1]) * (chunks // 2) + order * (chunks % 2),
-    }
-    shapes = [shape for shape, way in ways.items() if way == list(stages)]
+    shapes = [shape for shape in SHAPES if route(shape, order, chunks) == stages]
     if not order or not shapes:
         raise ValueError(
             f"pipeline.run: stages={list(stages)}: the meshes in the order of their visits, each "

@@ -12,12 +12,14 @@ The examples of this package run after ``from disttensor import pipeline``.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 from disttensor.checks import check_int, check_number, check_sequence
+from disttensor.core.mesh import ProcessMesh
 from disttensor.pipeline.action import Action, read, wrong_in
 
 SHAPES = ("loop", "v")
@@ -39,6 +41,12 @@ def virtual(shape: str, stages: int, stage: int, chunk: int) -> int:
     """Returns the virtual stage of the visit ``chunk`` of ``stage``, for a shape and a number of
     stages."""
     return chunk * stages + (stages - 1 - stage if shape == "v" and chunk % 2 else stage)
+
+
+def route(shape: str, meshes: Sequence[ProcessMesh], chunks: int) -> list[ProcessMesh]:
+    """Returns the meshes of the stages in the order of their visits."""
+    visits = [meshes[:: -1 if shape == "v" and chunk % 2 else 1] for chunk in range(chunks)]
+    return list(chain.from_iterable(visits))
 
 
 @dataclass(frozen=True, repr=False)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from disttensor.checks import check_int, check_sequence
 from disttensor.core.mesh import ProcessMesh, as_mesh
 from disttensor.pipeline.action import Action
-from disttensor.pipeline.schedule import Schedule
+from disttensor.pipeline.schedule import Schedule, route
 from disttensor.pipeline.steady import alternate, interleaved, one_visit, sizes
 from disttensor.pipeline.zero_bubble import dualpipev, interleaved_zero_bubble, zbv, zero_bubble
 
@@ -137,9 +137,8 @@ def visits(stages: Sequence[ProcessMesh], schedule: str, times: int = 2) -> list
     builtin = NAMES.get(schedule) if isinstance(schedule, str) else None
     if builtin is None:
         raise ValueError(f"pipeline.visits: no schedule {schedule!r}; known: {_known()}")
-    if not builtin.needs_stages:
-        return meshes
-    return [*meshes, *reversed(meshes)] if builtin.shape == "v" else meshes * times
+    chunks = 1 if not builtin.needs_stages else 2 if builtin.shape == "v" else times
+    return route(builtin.shape, meshes, chunks)
 
 
 def _known() -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from disttensor.fsdp.segment_policy import SegmentBySize
+from disttensor.parallel.degrees import divisors
 from disttensor.parallel.strategy import Strategy
 from disttensor.pipeline.schedules import NAMES
 from disttensor.simulate.devices import Network
@@ -53,11 +54,11 @@ def strategies(
         program: the program.
         like: its options are kept, except degrees, schedule, recomputation and segments.
     """
-    for tp in _divisors(world):
+    for tp in divisors(world):
         if tp > network.ranks_per_node:
             yield replace(like, tp=tp), "tp over nodes"
             continue
-        for cp, pp in itertools.product(_divisors(world // tp), repeat=2):
+        for cp, pp in itertools.product(divisors(world // tp), repeat=2):
             if world // tp % (cp * pp):
                 continue
             one = replace(like, tp=tp, cp=cp, pp=pp)
@@ -95,7 +96,7 @@ def _with_data(one: Strategy, pp: int, program: ProgramShape, data: int) -> Iter
         base = replace(one, accumulate_steps=steps, schedule=schedule, recompute=recompute)
         yield replace(base, dp=data, sharding=1, zero_stage=None)
         for sharding, stage, segments in itertools.product(
-            _divisors(data)[1:], (1, 2, 3), {one.segments, LARGE}
+            divisors(data)[1:], (1, 2, 3), {one.segments, LARGE}
         ):
             yield replace(
                 base, dp=data // sharding, sharding=sharding, zero_stage=stage, segments=segments
@@ -107,7 +108,7 @@ def _micro_batches(rows: int | None, data: int, pp: int) -> list[int]:
     one row."""
     if rows is None:
         return [1] if pp == 1 else [pp, 2 * pp, 4 * pp]
-    enough = [n for n in _divisors(rows) if rows // n >= data]
+    enough = [n for n in divisors(rows) if rows // n >= data]
     return [n for n in enough if rows // n % data == 0] or enough
 
 
@@ -126,7 +127,3 @@ def _globs(names: Sequence[str], layers: Sequence[str]) -> tuple[str, ...]:
         numbers = number.isdigit() and parent and set(alike) <= set(names)
         out[f"{parent}.*" if numbers else name] = None
     return tuple(out)
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]

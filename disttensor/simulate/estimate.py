@@ -15,11 +15,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from disttensor import pipeline
 from disttensor.parallel.degrees import Degrees, ranks_over
 from disttensor.parallel.strategy import Strategy
-from disttensor.pipeline.partition import balance_layers
+from disttensor.pipeline.partition import divide_layers
+from disttensor.pipeline.schedule import virtual
 from disttensor.pipeline.schedules import NAMES
 from disttensor.simulate.devices import Device, Network
 from disttensor.simulate.events import Collective, Event, Op
@@ -44,16 +46,15 @@ class Estimate:
         return sum(self.parts.values())
 
 
-@dataclass(frozen=True)
-class _MicroBatch:
-    """The seconds of each layer for one micro-batch: forward and backward without recomputation,
-    the communication in the forward and in both, and the time in which the host is idle."""
+class _LayerCost(NamedTuple):
+    """The seconds of a layer for one micro-batch: forward and backward without recomputation, the
+    communication in the forward and in both, and the time in which the host is idle."""
 
-    forward: Costs
-    backward: Costs
-    sends: Costs
-    all_sends: Costs
-    idle: Costs
+    forward: float
+    backward: float
+    sends: float
+    all_sends: float
+    idle: float
 
 
 class Estimator:
@@ -74,18 +75,17 @@ class Estimator:
         ValueError for an invalid schedule, and for more stages than layers."""
         d, steps = strategy.degrees(self.world), strategy.accumulate_steps
         share = self.micro_rows(d.dp * d.sharding, d.cp, steps)
-        micro = self._micro_batch(share, d.cp)
+        costs = self._micro_batch(share, d.cp)
         repeats = [layer.name in recomputed for layer in self.probe.layers]
-        forward, again = micro.forward, zip(micro.backward, micro.forward, repeats, strict=True)
-        backward = [b + f * r for b, f, r in again]
+        forward = [c.forward for c in costs]
+        backward = [c.backward + c.forward * r for c, r in zip(costs, repeats, strict=True)]
+        again = [c.sends * r for c, r in zip(costs, repeats, strict=True)]
         stages, chunks = self._stages(strategy.schedule, d.pp)
         ratio = round(2 * sum(backward) / max(sum(forward), 1e-12)) / 2
         idle, live, actions = _of_schedule(strategy.schedule, d.pp, steps, chunks, ratio)
-        host = self._host(stages, chunks, actions, micro.idle, d)
+        host = self._host(stages, chunks, actions, [c.idle for c in costs], d)
         busy, mean = _loads(stages, forward, backward, host)
-        sends, _ = _loads(
-            stages, micro.all_sends, [s * r for s, r in zip(micro.sends, repeats, strict=True)]
-        )
+        sends, _ = _loads(stages, [c.all_sends for c in costs], again)
         fullest = max(stages, key=self._bytes)
         part = self._bytes(fullest) / max(self.probe.held["parameters"], 1)
         optimizer = self.tail * part / d.sharding
@@ -111,7 +111,7 @@ class Estimator:
 
     # One micro-batch ------------------------------------------------------------------------------
 
-    def _cost_of_micro_batch(self, share: float, cp: int) -> _MicroBatch:
+    def _cost_of_micro_batch(self, share: float, cp: int) -> list[_LayerCost]:
         layers, outside = self.probe.layers, self.probe.events
         kernels = [self._kernels(layer.events, share) for layer in layers]
         computes = [seconds for seconds, _ in kernels]
@@ -121,18 +121,15 @@ class Estimator:
         back, back_idle = self._kernels(outside["backward"], share)
         total, sent = sum(computes) or 1.0, sum(sends) or 1.0
         again = self._collectives(outside["backward"], share) / sent
-        over_cp = [self._over_cp(layer.input * share, cp) * (layer.kind == self.block)
-                   for layer in layers]  # fmt: skip
-        back_sends = [s * again + c for s, c in zip(sends, over_cp, strict=True)]
-        sends = [s + c for s, c in zip(sends, over_cp, strict=True)]
-        parts = [c / total for c in computes]
-        return _MicroBatch(
-            forward=[c + s for c, s in zip(computes, sends, strict=True)],
-            backward=[back * p + s for p, s in zip(parts, back_sends, strict=True)],
-            sends=sends,
-            all_sends=[s + b for s, b in zip(sends, back_sends, strict=True)],
-            idle=[i + back_idle * p for (_, i), p in zip(kernels, parts, strict=True)],
-        )
+        costs = []
+        for layer, compute, send, (_, idle) in zip(layers, computes, sends, kernels, strict=True):
+            over_cp = self._over_cp(layer.input * share, cp) * (layer.kind == self.block)
+            part, there, back_send = compute / total, send + over_cp, send * again + over_cp
+            costs.append(_LayerCost(
+                compute + there, back * part + back_send, there, there + back_send,
+                idle + back_idle * part,
+            ))  # fmt: skip
+        return costs
 
     def _kernels(self, events: Sequence[Event], share: float) -> tuple[float, float]:
         """Returns the seconds of kernels, and for how long the host is idle meanwhile."""
@@ -182,17 +179,13 @@ class Estimator:
         number = pp * chunks
         if number > count:
             raise ValueError(f"{number} visits of {count} layers")
-        counts = [count // number + (i < count % number) for i in range(number)]
         costs = self.probe.balance
-        if costs is not None:
-            if isinstance(costs, str):
-                by_size = costs == "parameters"
-                costs = self.sizes if by_size else self._micro_batch(1.0, 1).forward
-            counts = balance_layers([("", None)] * count, number, costs)  # type: ignore[list-item]
-        ends = [0, *itertools.accumulate(counts)]
-        dealt = [list(range(a, b)) for a, b in itertools.pairwise(ends)]
-        back = dealt[pp:][::-1] if builtin.shape == "v" else dealt[pp:]
-        return [[*dealt[i], *itertools.chain(*back[i : i + 1])] for i in range(pp)], chunks
+        if isinstance(costs, str):
+            is_by_size = costs == "parameters"
+            costs = self.sizes if is_by_size else [c.forward for c in self._micro_batch(1.0, 1)]
+        ends = [0, *itertools.accumulate(divide_layers(count, number, costs))]
+        visits = [[virtual(builtin.shape, pp, s, c) for c in range(chunks)] for s in range(pp)]
+        return [[i for v in of for i in range(ends[v], ends[v + 1])] for of in visits], chunks
 
     def _bytes(self, layers: Sequence[int]) -> float:
         """Returns the bytes of the parameters of these layers, on a rank that holds all of them."""
@@ -216,8 +209,6 @@ class Estimator:
 
     def _messages(self, d: Degrees, chunks: int, share: float) -> float:
         """Returns the seconds of the messages from the first stage to the last, and back."""
-        if d.pp == 1:
-            return 0.0
         nbytes = max(layer.input for layer in self.probe.layers) * share
         return 2 * (d.pp * chunks - 1) * self.network.message(nbytes, 0, self.world // d.pp)
 

@@ -40,7 +40,6 @@ class Collective(NamedTuple):
     """The start of a collective.
 
     nbytes   bytes that this rank sends
-    payload  bytes of its largest tensor
     group    the name of the process group, the same on all its ranks
     uneven   ranks exchange pieces of several sizes
     work     its number or name, which a Wait has, too
@@ -49,7 +48,6 @@ class Collective(NamedTuple):
     kind: str
     axis: str
     nbytes: int
-    payload: int
     ranks: tuple[int, ...]
     group: str
     uneven: bool

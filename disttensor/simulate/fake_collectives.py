@@ -42,18 +42,22 @@ def _signature_of(func: Any) -> _Signature:
 
 
 class _Work(dist.Work):
-    """Calls ``on_wait`` when the program waits for it."""
+    """The last of ``works``. Records when the program waits for it; a sender does not wait."""
 
-    def __init__(self, on_wait: Callable[[], None], done: Callable[[], bool]) -> None:
+    def __init__(self, collectives: FakeCollectives, sends: bool) -> None:
         super().__init__()
-        self.on_wait, self.done = on_wait, done
+        self.collectives, self.sends = collectives, sends
+        self.number = len(collectives.works)
+        collectives.works.append(self)
 
     def wait(self, *_: Any) -> bool:
-        self.on_wait()
+        if not self.sends:
+            self.collectives.note(Wait(self.number))
         return True
 
     def is_completed(self) -> bool:
-        return self.done()
+        """Returns True for a collective in the background when another one has been started."""
+        return len(self.collectives.works) > self.number + 1
 
     def is_success(self) -> bool:
         return True
@@ -86,26 +90,14 @@ class FakeCollectives:
         if name not in self.groups:
             self.groups[name] = tuple(dist.get_process_group_ranks(group))
         kind = func._schema.name.split("::")[1]
-        number = len(self.works)
         if kind in _SENDS:
             self._message(_SENDS[kind], args, form, self.groups[name])
         elif len(self.groups[name]) > 1:
             self._collective(kind, name, args, record)
-        # a collective in the background counts as completed when another one has been started
-        work = self._work(not _SENDS.get(kind, False), lambda: len(self.works) > number + 1)
+        work = _Work(self, sends=_SENDS.get(kind, False))
         if form.results == 1:
             return work.boxed() if form.work == 0 else args[0]
         return args[0], work.boxed()
-
-    def _work(self, waits: bool, done: Callable[[], bool]) -> _Work:
-        number = len(self.works)
-
-        def noted() -> None:
-            if waits:  # a sender does not wait
-                self.note(Wait(number))
-
-        self.works.append(_Work(noted, done))
-        return self.works[-1]
 
     def _message(self, sends: bool, args: Any, form: _Signature, ranks: tuple[int, ...]) -> None:
         assert form.peer is not None
@@ -119,13 +111,13 @@ class FakeCollectives:
         ))  # fmt: skip
 
     def _collective(self, kind: str, name: str, args: Any, record: CommRecord | None) -> None:
-        tensors: list[torch.Tensor] = collect(list(args), [])
-        payload = max((t.nbytes for t in tensors), default=0)
         if record is None:
+            sizes = [t.nbytes for t in collect(list(args), [])]
+            nbytes = max(sizes, default=0)
             record = CommRecord(
-                kind.strip("_"), "", payload, self.phase(), user_line(), (), torch.uint8
+                kind.strip("_"), "", nbytes, self.phase(), user_line(), (), torch.uint8
             )
         self.note(Collective(
-            record.kind, record.axis, record.bytes, payload, self.groups[name], name,
-            _uneven(args), len(self.works), self.phase(), record.where,
+            record.kind, record.axis, record.bytes, self.groups[name], name, _uneven(args),
+            len(self.works), self.phase(), record.where,
         ))  # fmt: skip

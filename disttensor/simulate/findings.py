@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from disttensor.simulate.devices import Device, Network
 from disttensor.simulate.events import Collective
@@ -13,8 +13,6 @@ _UNEVEN = 1.2  # times the mean
 _MANY = 0.5  # of the peak
 _LARGE = 0.2  # of the peak, of one tensor
 _NEARLY = 0.8  # of the memory of a device
-
-
 _IN_SEGMENTS = {
     "parameters", "gathered parameters", "optimizer state", "gradients", "communication",
 }  # fmt: skip
@@ -51,16 +49,13 @@ def _uneven(kinds: Sequence[Kind]) -> Iterator[str]:
             f"{names_of(sorted(found))} fewer layers"
         )
     if ahead:
+        peers = "all ranks" if None in stages else "their stage"
         most = max(k.timeline.total("compute") / _mean_work(stages[k.stage]) for k in ahead)
         yield (
             f"ranks {names_of(sorted(r for k in ahead for r in k.ranks))} compute up to "
-            f"{most - 1:.0%} longer than the mean of {_those(stages)}, as others have smaller "
+            f"{most - 1:.0%} longer than the mean of {peers}, as others have smaller "
             "pieces or none: split what the axes divide (rows of a micro-batch, heads, experts)"
         )
-
-
-def _those(stages: Container[int | None]) -> str:
-    return "all ranks" if None in stages else "their stage"
 
 
 def _mean_work(kinds: Sequence[Kind]) -> float:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from itertools import groupby
+from typing import Any, TypeVar
 
 from disttensor.comm.log import CommLog
 from disttensor.simulate.devices import Network
@@ -16,6 +17,7 @@ from disttensor.simulate.memory import Memory
 from disttensor.simulate.transfers import RankRow
 
 Volume = dict[str, tuple[int, int]]
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,34 +67,29 @@ class Kind:
     def volume(self, by: str = "axis") -> Volume:
         """Returns (number, bytes) of the collectives and sent messages of one rank, by a field of
         CommRecord: "axis", "kind", "phase" or "where". The axis of messages is "stages"."""
-        count: Counter[str] = Counter()
-        nbytes: Counter[str] = Counter()
-        for r in self.comms:
-            key = "stages" if by == "axis" and r.kind == "send" else str(getattr(r, by))
-            count[key] += 1
-            nbytes[key] += r.bytes
-        return {key: (count[key], nbytes[key]) for key in sorted(count)}
+        found = _totals(
+            ("stages" if by == "axis" and r.kind == "send" else str(getattr(r, by)), r.bytes)
+            for r in self.comms
+        )
+        return dict(sorted(found.items()))
 
     def sent_by_phase(self, axis: str) -> dict[str, int]:
         """Returns the bytes that one rank sends over an axis, by phase."""
-        out: Counter[str] = Counter()
-        for e in self.events:
-            if isinstance(e, Message):
-                if e.sends and axis == "stages":
-                    out[e.phase] += e.nbytes
-            elif isinstance(e, Collective) and e.axis == axis:
-                out[e.phase] += e.nbytes
-        return dict(out)
+        over = [
+            (e.phase, e.nbytes)
+            for e in self.events
+            if (isinstance(e, Collective) and e.axis == axis)
+            or (isinstance(e, Message) and e.sends and axis == "stages")
+        ]
+        return {phase: nbytes for phase, (_, nbytes) in _totals(over).items()}
 
     def messages(self) -> dict[tuple[str, str], tuple[int, int]]:
         """Returns (number, bytes) of the messages of one rank, by ("sent" or "received", phase)."""
-        out: dict[tuple[str, str], tuple[int, int]] = {}
-        for e in self.events:
-            if isinstance(e, Message):
-                key = "sent" if e.sends else "received", e.phase
-                n, size = out.get(key, (0, 0))
-                out[key] = n + 1, size + e.nbytes
-        return out
+        return _totals(
+            (("sent" if e.sends else "received", e.phase), e.nbytes)
+            for e in self.events
+            if isinstance(e, Message)
+        )
 
     def between_nodes(self, network: Network) -> int:
         """Returns the bytes that one rank sends in collectives over several nodes, and in messages
@@ -134,13 +131,18 @@ class Kind:
         }
 
 
+def _totals(sizes: Iterable[tuple[Key, int]]) -> dict[Key, tuple[int, int]]:
+    """Returns the number and the sum of the sizes of each key."""
+    out: dict[Key, tuple[int, int]] = {}
+    for key, nbytes in sizes:
+        n, total = out.get(key, (0, 0))
+        out[key] = n + 1, total + nbytes
+    return out
+
+
 def names_of(ranks: Sequence[int]) -> str:
     """Returns the names of ranks as ``0-3, 8``. Of many runs only the first ones are named."""
-    runs: list[list[int]] = []
-    for r in ranks:
-        if runs and r == runs[-1][1] + 1:
-            runs[-1][1] = r
-        else:
-            runs.append([r, r])
-    texts = [str(a) if a == b else f"{a}-{b}" for a, b in runs]
+    runs = groupby(enumerate(ranks), lambda numbered: numbered[1] - numbered[0])
+    ends = [(run[0][1], run[-1][1]) for run in ([*numbered] for _, numbered in runs)]
+    texts = [str(a) if a == b else f"{a}-{b}" for a, b in ends]
     return ", ".join(texts[:3]) + (", ..." if len(texts) > 3 else "")

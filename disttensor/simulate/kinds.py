@@ -88,21 +88,19 @@ class DifferenceLog(CommLog):
 
     def __init__(self) -> None:
         super().__init__()
-        self.volumes: set[frozenset[tuple[int, Volume]]] = set()
-        self.sources: set[int] = set()
-        self.work: dict[tuple[int, ...], list[Any]] = {}
+        self.found = Differences()
         self._owned: set[int] = set()
         self._known: dict[int, CrossMeshPlan] = {}  # by id; an id is valid while its plan is alive
 
     def transfer(self, label: object, sources: Any) -> None:
         if not isinstance(label, CrossMeshPlan):
-            self.sources.update(sources)
+            self.found.sources.update(sources)
         elif id(label) not in self._known:
             self._known[id(label)] = label
-            self.volumes.add(_volumes(label))
+            self.found.volumes.add(_volumes(label))
 
     def trace_module(self, mesh: ProcessMesh, calls: Sequence[Any]) -> None:
-        self.work.setdefault(mesh.ranks, []).append(tuple(calls))
+        self.found.work.setdefault(mesh.ranks, []).append(tuple(calls))
 
     def add_optimized(self, parameters: Iterable[Any]) -> None:
         """Adds the parameters of an optimizer step to the work of their meshes."""
@@ -111,12 +109,12 @@ class DifferenceLog(CommLog):
                 self._owned.add(id(p))
                 spec = p.spec
                 own = spec.shape, spec.layout, spec.dtype, p.requires_grad
-                self.work.setdefault(spec.mesh.ranks, []).append(own)
+                self.found.work.setdefault(spec.mesh.ranks, []).append(own)
 
     def differences(self, events: Sequence[Event], runs: Iterable[PipelineRun]) -> Differences:
         """Returns the differences that the run of one rank shows. Call it in the world of that
         rank."""
-        out = Differences(volumes=self.volumes, sources=self.sources, work=self.work)
+        out = self.found
         out.stages = {run.grids for run in runs}
         uneven = [e for e in events if isinstance(e, Collective) and e.uneven]
         for mesh in list(current_runtime().meshes.values()):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
 from xml.sax.saxutils import escape
 
 from disttensor.simulate.events import PHASES, Event, Op
@@ -15,14 +15,8 @@ _ROWS = 12  # of a table
 
 def by_layer(events: Iterable[Event]) -> Flops:
     """Returns the FLOPs by layer, without the layers inside it, and by phase."""
-    count: Counter[tuple[str, str]] = Counter()
-    for e in events:
-        if isinstance(e, Op) and e.flops:
-            count[e.layer, e.phase] += e.flops
-    out: Flops = {}
-    for (layer, phase), n in count.items():
-        out.setdefault(layer, {})[phase] = n
-    return out
+    ops = (e for e in events if isinstance(e, Op) and e.flops)
+    return added((e.layer, {e.phase: e.flops}, 1) for e in ops)
 
 
 def added(parts: Iterable[tuple[str, Mapping[str, int], int]]) -> Flops:
@@ -45,37 +39,31 @@ def largest(layers: Flops, most: int = _ROWS) -> Flops:
     """Returns the modules that do most, including the modules inside, each after the module around
     it. Modules whose names differ by a number, and that contain modules, are one: ``blocks.*``. A
     module that does as much as a module inside is omitted."""
-    inner = {above for layer in layers for above in _above(layer)}
-    starred = {layer: _starred(layer, inner) for layer in layers}
-    tree = added((above, phases, 1) for layer, phases in layers.items()
-                 for above in (*_above(starred[layer]), starred[layer]))  # fmt: skip
+    inner = {path for layer in layers for path in _paths(layer) if path != layer}
+    tree = added((path, phases, 1) for layer, phases in layers.items()
+                 for path in _paths(_starred(layer, inner)))  # fmt: skip
     whole = {(name.rpartition(".")[0], sum(phases.values())) for name, phases in tree.items()}
     shown = [name for name in tree if (name, sum(tree[name].values())) not in whole]
     shown = sorted(shown, key=lambda name: -sum(tree[name].values()))[:most]
     return {name: tree[name] for name in _in_order(tree) if name in shown}
 
 
-def _above(layer: str) -> Iterator[str]:
-    """Yields the modules around a layer, the outermost first."""
-    at = layer.find(".")
-    while at >= 0:
-        yield layer[:at]
-        at = layer.find(".", at + 1)
+def _paths(layer: str) -> Iterator[str]:
+    """Yields the modules around a layer, the outermost first, and the layer."""
+    return accumulate(layer.split("."), "{}.{}".format)
 
 
 def _starred(layer: str, inner: set[str]) -> str:
-    names = layer.split(".")
-    paths = [*_above(layer), layer]
     return ".".join(
         "*" if name.isdigit() and path in inner else name
-        for name, path in zip(names, paths, strict=True)
+        for name, path in zip(layer.split("."), _paths(layer), strict=True)
     )
 
 
 def _in_order(tree: Flops) -> list[str]:
     """Sorts names as a walk over the tree; the modules inside one module keep their order."""
     at = {name: i for i, name in enumerate(tree)}
-    return sorted(tree, key=lambda name: [at[path] for path in (*_above(name), name)])
+    return sorted(tree, key=lambda name: [at[path] for path in _paths(name)])
 
 
 def rows(layers: Flops) -> list[tuple[str, ...]]:

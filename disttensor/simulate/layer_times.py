@@ -46,14 +46,12 @@ def layer_times(
     if any(isinstance(t, MeshTensor) for t in find_tensors(sample)):
         raise TypeError("pipeline.split: sample: regular tensors, of one micro-batch on one rank")
     with fake_mode(), torch.no_grad():
-        state: dict[str, Tensor] = {}
-        state.update(of.named_parameters(remove_duplicate=False))
-        state.update(of.named_buffers(remove_duplicate=False))
+        parameters = of.named_parameters(remove_duplicate=False)
+        state = dict(parameters) | dict(of.named_buffers(remove_duplicate=False))
         fakes = {id(t): _like(t) for t in state.values()}
         own = {name: fakes[id(t)] for name, t in state.items()}
-        is_named = isinstance(sample, Mapping)
-        args, kwargs = ((), dict(sample)) if is_named else (sample, {})
-        args, kwargs = replace_tensors((args, kwargs), _like)
+        sample = replace_tensors(sample, _like)
+        args, kwargs = ((), dict(sample)) if isinstance(sample, Mapping) else (sample, {})
         recorder = StepRecorder(_refuse_to_read)
         recorder.layers.watch(module for _, module in layers)
         try:
@@ -96,10 +94,8 @@ def _time_of_parameters(layer: nn.Module, device: Device) -> float:
     return total
 
 
-def _like(x: Any) -> Any:
+def _like(x: Tensor) -> Tensor:
     """Returns an empty tensor on the CPU with the shape and strides of ``x``."""
-    if not isinstance(x, Tensor):
-        return x
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
 
 

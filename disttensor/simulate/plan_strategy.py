@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 from disttensor.checks import check_callable, check_int, check_positive, check_sequence, check_type
@@ -15,9 +16,9 @@ from disttensor.simulate import layer_times as layer_times  # for balance="time"
 from disttensor.simulate.candidates import ProgramShape, strategies
 from disttensor.simulate.devices import Device, Network
 from disttensor.simulate.estimate import Estimate, Estimator
-from disttensor.simulate.probe import Probe, probe
-from disttensor.simulate.recorder import Values, check_values
-from disttensor.simulate.run import simulate_program
+from disttensor.simulate.probe import probe
+from disttensor.simulate.recorder import Values
+from disttensor.simulate.run import check_setting, simulate_program
 from disttensor.simulate.run_rank import of_build
 from disttensor.simulate.strategy_table import Candidate as Candidate
 from disttensor.simulate.strategy_table import StrategyTable, named
@@ -53,9 +54,9 @@ def plan_strategy(
             strategy and returns ``step``.
         world: the number of ranks.
         candidates: strategies to compare. Default: all degrees of pp, dp, sharding, cp, and of tp
-            within a node, with each zero stage, number of micro-batches and schedule, recomputation
-            of no layer, of the blocks and of all layers, and larger segments. Their time and memory
-            are estimated from rank 0 without stages, for each tp; the best are simulated.
+            within a node; each with all zero stages, numbers of micro-batches and schedules, with
+            larger segments, and with recomputation of the blocks or of all layers. Their time and
+            memory are estimated from rank 0 without stages, for each tp; the best are simulated.
         device: the costs of kernels.
         network: the costs of collectives and messages.
         memory: bytes that a rank may use. Default: the memory of the device.
@@ -77,10 +78,7 @@ def plan_strategy(
     (4, [True, False])
     """
     check_callable("plan_strategy: build_with", build_with, "a function of a Strategy")
-    check_int("plan_strategy: world", world, 1, "a number of ranks")
-    check_type("plan_strategy: device", device, Device, "a dt.simulate.devices.Device")
-    check_type("plan_strategy: network", network, Network, "a dt.simulate.devices.Network")
-    check_values("plan_strategy", values)
+    check_setting("plan_strategy", world, device, network, values)
     check_type("plan_strategy: like", like, Strategy, "a Strategy")
     check_int("plan_strategy: most", most, 1, "a number of strategies")
     if memory is not None:
@@ -182,27 +180,17 @@ class Search:
 
     def _estimated(self) -> Iterator[Candidate]:
         """Yields each strategy with an estimate, or with the reason why it is out."""
-        probes = {1: self._probe(replace(self.like, tp=1, cp=1, pp=1))}
-        first = probes[1]
-        program = ProgramShape() if isinstance(first, str) else ProgramShape.of(first)
-        estimators: dict[int, Estimator | str] = {}
+        estimator = cache(self.estimator)
+        first = estimator(1)
+        program = ProgramShape() if isinstance(first, str) else ProgramShape.of(first.probe)
         for strategy, reason in strategies(self.world, self.network, program, self.like):
-            if reason:
-                yield Candidate(strategy, None, reason, False)
-                continue
-            tp = strategy.tp or 1
-            if tp not in estimators:
-                found = probes.get(tp) or self._probe(replace(self.like, tp=tp, cp=1, pp=1))
-                estimators[tp] = found if isinstance(found, str) else Estimator(
-                    found, self.world, self.device, self.network
-                )  # fmt: skip
-            yield self._estimate(strategy, estimators[tp], program)
+            by = reason or estimator(strategy.tp or 1)
+            if isinstance(by, str):
+                yield Candidate(strategy, None, by, False)
+            else:
+                yield self._estimate(strategy, by, program)
 
-    def _estimate(
-        self, strategy: Strategy, by: Estimator | str, program: ProgramShape
-    ) -> Candidate:
-        if isinstance(by, str):
-            return Candidate(strategy, None, by, False)
+    def _estimate(self, strategy: Strategy, by: Estimator, program: ProgramShape) -> Candidate:
         if not by.probe.layers:
             return Candidate(strategy, None, "", True)
         try:
@@ -214,19 +202,22 @@ class Search:
             return Candidate(strategy, None, over, False, estimate)
         return Candidate(strategy, None, "", True, estimate)
 
-    def _probe(self, strategy: Strategy) -> Probe | str:
-        """Returns the probe of a strategy with only replicas, or the error as text."""
+    def estimator(self, tp: int) -> Estimator | str:
+        """Returns the estimator of strategies with this tp, from a run with only replicas, or the
+        error of this run as text."""
         strategy = replace(
-            strategy, dp=None, sharding=1, zero_stage=None, accumulate_steps=1, schedule="1f1b"
-        )
+            self.like, tp=tp, cp=1, pp=1, dp=None, sharding=1, zero_stage=None,
+            accumulate_steps=1, schedule="1f1b",
+        )  # fmt: skip
         self.say(f"looking at {named(strategy, self.world)}")
         try:
-            return probe(
+            found = probe(
                 self.build_with, strategy, self.world, self.values, self.network.ranks_per_node,
                 self.device.backend,
             )  # fmt: skip
         except _REFUSALS as error:
             return _refusal(error)
+        return Estimator(found, self.world, self.device, self.network)
 
 
 def _order(c: Candidate) -> tuple[float, float]:

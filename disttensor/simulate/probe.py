@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -104,8 +103,7 @@ class _ObservedStrategy(Strategy):
 
     @classmethod
     def of(cls, strategy: Strategy) -> _ObservedStrategy:
-        fields = {f.name: getattr(strategy, f.name) for f in dataclasses.fields(strategy)}
-        observed = cls(**fields)
+        observed = cls(**vars(strategy))
         observed._note(layers={}, balance=None, splits_sequence=False)
         return observed
 

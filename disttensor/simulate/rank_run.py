@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any, NamedTuple
 
 from disttensor.comm.log import CommRecord
@@ -29,6 +29,7 @@ from disttensor.simulate.layers import LayersOfMeshes
 from disttensor.simulate.memory import Held, Memory, MemoryChange, summary
 
 Shape = tuple[int, ...]
+_PEAK = 0.005  # largest difference between two peaks of memory, as a part of the peak
 
 
 @dataclass(frozen=True)
@@ -45,14 +46,7 @@ class Grid:
 
     def coordinates(self) -> dict[int, Shape]:
         """Returns the coordinate of each rank."""
-        out = {}
-        for i, rank in enumerate(self.ranks):
-            coordinate = []
-            for n in reversed(self.shape):
-                i, at = divmod(i, n)
-                coordinate.append(at)
-            out[rank] = tuple(reversed(coordinate))
-        return out
+        return dict(zip(self.ranks, product(*map(range, self.shape)), strict=True))
 
 
 class Position(NamedTuple):
@@ -148,6 +142,10 @@ class RankRun:
     @cached_property
     def memory(self) -> Memory:
         return summary(self.held, self.changes)
+
+    def has_peak_of(self, other: RankRun) -> bool:
+        """Returns True if the peaks of memory of both are about equal."""
+        return abs(self.memory.peak - other.memory.peak) <= _PEAK * other.memory.peak
 
     def labels(self, stage: int) -> Iterator[Label]:
         """Yields the labels of the parts of a stage, in order."""

@@ -15,7 +15,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from disttensor.checks import check_number
 from disttensor.errors import SimulationError, name_of, user_line
 from disttensor.pytree import collect
 from disttensor.simulate import shapes
@@ -39,13 +38,6 @@ from disttensor.torch_private import (
 
 Tensor = torch.Tensor
 Values = float | Callable[[str], float]
-
-
-def check_values(who: str, values: Any) -> None:
-    if not callable(values):
-        check_number(f"{who}: values", values)
-
-
 _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 _READS = {_aten._local_scalar_dense.default, _aten.equal.default}

@@ -10,6 +10,7 @@ from disttensor.checks import (
     argument_error,
     check_callable,
     check_int,
+    check_number,
     check_sequence,
     check_type,
     is_int,
@@ -22,14 +23,12 @@ from disttensor.simulate.devices import Device, Network
 from disttensor.simulate.kind import Kind
 from disttensor.simulate.kinds import Differences, representatives
 from disttensor.simulate.rank_run import RankRun
-from disttensor.simulate.recorder import Values, check_values
+from disttensor.simulate.recorder import Values
 from disttensor.simulate.report import Report
 from disttensor.simulate.run_rank import Program, compare, of_build, run_rank
 from disttensor.simulate.templates import can_repeat, fill
 from disttensor.simulate.timeline import timelines
 from disttensor.simulate.world import frozen_garbage
-
-_PEAK = 0.005  # largest difference between two peaks of memory, as a part of the peak
 
 
 def simulate(
@@ -98,10 +97,7 @@ def simulate_program(
 ) -> Report:
     """Simulates a program that starts and stops the recorder itself, such as a script. See
     ``simulate`` for the arguments."""
-    check_int("simulate: world", world, 1, "a number of ranks")
-    check_type("simulate: device", device, Device, "a dt.simulate.devices.Device")
-    check_type("simulate: network", network, Network, "a dt.simulate.devices.Network")
-    check_values("simulate", values)
+    check_setting("simulate", world, device, network, values)
     expected = f"a list of ranks from 0 to {world - 1}"
     wanted = None if ranks is None else check_sequence("simulate: ranks", ranks, expected)
     for rank in wanted or ():
@@ -133,6 +129,15 @@ def simulate_program(
     ]
     warnings = dict.fromkeys(w for _, _, one in found for w in one.warnings)
     return Report(world, kinds, device, network, list(warnings))
+
+
+def check_setting(who: str, world: Any, device: Any, network: Any, values: Any) -> None:
+    """Raises TypeError or ValueError for invalid arguments of a simulation."""
+    check_int(f"{who}: world", world, 1, "a number of ranks")
+    check_type(f"{who}: device", device, Device, "a dt.simulate.devices.Device")
+    check_type(f"{who}: network", network, Network, "a dt.simulate.devices.Network")
+    if not callable(values):
+        check_number(f"{who}: values", values)
 
 
 class _Runner:
@@ -172,5 +177,4 @@ class _Runner:
             if not self.few:
                 raise
             return False
-        off = abs(run.memory.peak - other.memory.peak)
-        return not self.few or off <= _PEAK * run.memory.peak
+        return not self.few or other.has_peak_of(run)

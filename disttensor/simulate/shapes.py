@@ -6,13 +6,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
-from disttensor.pytree import collect, rebuild
+from disttensor.pytree import Uncacheable, collect, key_of_contents, rebuild
 from disttensor.torch_private import FakeTensor, as_meta, fake_like, no_dispatch, storage_id
 
 Tensor = torch.Tensor
@@ -59,22 +59,17 @@ class Cost(NamedTuple):
     causal: tuple[int, ...] = ()
 
 
-class _Uncached(Exception):
-    pass
-
-
 _known: dict[Any, tuple[Any, Cost]] = {}
 
 
 def run(func: Any, args: Any, kwargs: Any, mode: Any) -> tuple[Any, Cost]:
     """Returns ``func(*args, **kwargs)`` in the FakeTensorMode ``mode``, and its cost."""
     try:
-        named = [(k, _key(v)) for k, v in kwargs.items()]
         # torch reads the default dtype in factories and promotions of numbers
         around = mode, torch.get_default_dtype(), flop_formula(func)
-        key = (func, around, _key(args), *named)
+        key = func, around, key_of_contents((args, kwargs), _key_of_tensor)
         found = _known.get(key)
-    except _Uncached:
+    except Uncacheable:
         out = func(*args, **kwargs)
         return out, cost(func, args, kwargs, out)
     if found is not None:
@@ -84,7 +79,7 @@ def run(func: Any, args: Any, kwargs: Any, mode: Any) -> tuple[Any, Cost]:
     out = func(*args, **kwargs)
     spent = cost(func, args, kwargs, out)
     if [t.shape for t in tensors] == before and len(_known) < _MOST:  # none was resized
-        with contextlib.suppress(_Uncached):
+        with contextlib.suppress(Uncacheable):
             _known[key] = _noted(out, tensors, mode), spent
     return out, spent
 
@@ -156,19 +151,13 @@ def _reach(shape: Any, strides: Any, offset: int, itemsize: int) -> int:
     return int(last + 1) * itemsize
 
 
-def _key(x: Any) -> Any:
+def _key_of_tensor(x: Any) -> Any:
     kind = type(x)
-    if kind is FakeTensor:
-        if x.constant is not None or x.dtype.is_complex:
-            raise _Uncached
+    if kind is FakeTensor and x.constant is None and not x.dtype.is_complex:
         return x.shape, x.stride(), x.dtype, x.storage_offset(), x.fake_device
-    if kind is list or kind is tuple:
-        return tuple([_key(e) for e in x])
     if kind is Tensor:
         return kind, x.shape, x.stride(), x.dtype, x.device
-    if isinstance(x, Tensor):
-        raise _Uncached
-    return kind, x
+    raise Uncacheable
 
 
 def _noted(out: Any, tensors: list[Any], mode: Any) -> Any:
@@ -178,7 +167,7 @@ def _noted(out: Any, tensors: list[Any], mode: Any) -> Any:
     if type(out) in (list, tuple):
         return rebuild(out, [_noted(o, tensors, mode) for o in out])
     if type(out) is not FakeTensor or out.constant is not None:
-        raise _Uncached
+        raise Uncacheable
     of = next((i for i, t in enumerate(tensors) if t is out), None)
     same = of is not None
     if not same:
@@ -196,26 +185,22 @@ def _like(mode: Any, device: torch.device) -> FakeTensor:
 
 
 def _made(noted: Any, args: Any, kwargs: Any, mode: Any) -> Any:
-    if type(noted) is _Out and noted.of is None:
-        return _new(noted)
-    if type(noted) is _Out and noted.of == 0 and isinstance(args[0], Tensor):  # mostly
+    """Returns the result that ``noted`` describes."""
+    of = noted.of if type(noted) is _Out else -1
+    if of is None or (of == 0 and isinstance(args[0], Tensor)):  # mostly
         return _again(noted, args, mode)
     return _again(noted, collect((args, kwargs), []), mode)
 
 
-def _new(one: _Out) -> Any:
-    with no_dispatch():
-        bare = torch.empty_strided(one.shape, one.stride, dtype=one.dtype, device=_META)
-    return fake_like(one.like, bare)
-
-
-def _again(noted: Any, tensors: list[Any], mode: Any) -> Any:
+def _again(noted: Any, tensors: Sequence[Any], mode: Any) -> Any:
     if noted is None:
         return None
     if type(noted) is not _Out:
         return rebuild(noted, [_again(n, tensors, mode) for n in noted])
     if noted.of is None:
-        return _new(noted)
+        with no_dispatch():
+            bare = torch.empty_strided(noted.shape, noted.stride, dtype=noted.dtype, device=_META)
+        return fake_like(noted.like, bare)
     source = tensors[noted.of]
     if noted.same:
         return source

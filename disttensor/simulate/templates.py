@@ -31,7 +31,6 @@ from disttensor.simulate.rank_run import Grid, RankRun, StepPart
 
 _OTHERS = 2  # actions of a kind up to this number have situations of their own
 _KEPT = 0.001  # of the memory at the end: a program may keep as much of each step, as losses
-_PEAK = 0.005  # largest difference between two peaks of memory, as a part of the peak
 
 # Equal micro-batches ------------------------------------------------------------------------------
 
@@ -236,7 +235,7 @@ def is_alike(first: RankRun, last: RankRun, rank: DerivedRank) -> bool:
         derived = derive(first, last, replace(rank, rank=last.rank, stage=rank.ends[1]))
     except (ValueError, LookupError):
         return False
-    return abs(derived.memory.peak - last.memory.peak) <= _PEAK * last.memory.peak
+    return derived.has_peak_of(last)
 
 
 def derive(first: RankRun, last: RankRun, rank: DerivedRank) -> RankRun:

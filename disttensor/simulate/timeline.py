@@ -8,12 +8,12 @@ of work until the end, because ranks that share a device slow each other down.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from disttensor.errors import SimulationError
 from disttensor.simulate.devices import Device, Network
-from disttensor.simulate.events import Collective, Event, Gradient, Message, Name, Op, Visit, Wait
+from disttensor.simulate.events import Collective, Event, Gradient, Message, Name, Op, Visit
 from disttensor.simulate.transfers import (
     Clock,
     Party,
@@ -43,21 +43,15 @@ def timelines(kinds: Kinds, world: int, device: Device, network: Network) -> lis
 
 @dataclass
 class _Rank(Party):
-    """One kind, and how far it is. ``pending``: the transfers that a Wait may name."""
+    """One kind, and the clocks of its host and its device."""
 
     events: Sequence[Event]
-    at: int = 0
     host: float = 0.0
     device: float = 0.0
-    pending: dict[Name, PendingTransfer] = field(default_factory=dict)
 
     @property
     def now(self) -> float:
         return max(self.device, self.host)
-
-    def advance(self) -> None:
-        self.at += 1
-        self.row.times.append(self.now)
 
 
 class _Simulation:
@@ -66,18 +60,18 @@ class _Simulation:
         self.ranks = [_Rank(rank, len(ranks), events) for ranks, rank, events in kinds]
         self.clock = Clock(device.sharing, world)
         kind_of = {r: k for k, (ranks, _, _) in enumerate(kinds) for r in ranks}
-        self.transfers = Transfers(self.ranks, kind_of, network, self.clock, self._resume)
+        self.transfers = Transfers(self.ranks, kind_of, network, self.clock, self._continue)
+        self.running = [self._run_events(k) for k in range(len(kinds))]
 
     def run(self) -> list[RankRow]:
         for k, one in enumerate(self.ranks):
             self.transfers.expect(k, one.events)
-            self.clock.add_busy(one.ranks)
-            self._compute(k)
+            self._continue(k)
         self.clock.run()
         for one in self.ranks:
-            if one.at < len(one.events):
+            if len(one.row.times) < len(one.events):
                 raise SimulationError(
-                    f"simulated deadlock: rank {one.rank} waits at event {one.at} of "
+                    f"simulated deadlock: rank {one.rank} waits at event {len(one.row.times)} of "
                     f"{len(one.events)} for a transfer that no other kind of rank starts: ranks of "
                     "different kinds do not run the same program"
                 )
@@ -94,57 +88,55 @@ class _Simulation:
         row.times = times(row.times)
         (row.end,) = times([one.now])
 
-    def _compute(self, k: int) -> None:
+    def _continue(self, k: int) -> None:
         """Runs kind number ``k`` up to its next communication, or to its end."""
+        until = next(self.running[k], None)
+        if until is not None:
+            self.clock.call_at_work(until, lambda: self._continue(k))
+
+    def _run_events(self, k: int) -> Iterator[float | None]:
+        """Yields the work after which kind number ``k`` continues, or None: when a transfer has
+        arrived."""
         one, device = self.ranks[k], self.device
-        while one.at < len(one.events):
-            op = one.events[one.at]
-            if isinstance(op, Visit):
+        pending: dict[Name, PendingTransfer] = {}  # the transfers that a Wait may name
+        self.clock.add_busy(one.ranks)
+        for event in one.events:
+            if isinstance(event, Visit):
                 one.host += device.visit
-            elif isinstance(op, Gradient):
+            elif isinstance(event, Gradient):
                 one.host += device.gradient
-            elif isinstance(op, Op):
+            elif isinstance(event, Op):
                 one.host += device.launch
                 start = one.now
-                one.device = start + device.kernel(op)
+                one.device = start + device.kernel(event)
                 if not device.asynchronous:
                     one.host = one.device
                 one.row.spans.append(
-                    Span("compute", op.name, op.phase, op.where, start, one.device)
+                    Span("compute", event.name, event.phase, event.where, start, one.device)
                 )
             else:
-                break
-            one.advance()
-        self.clock.call_at_work(one.now, lambda: self._communicate(k))
+                yield one.now
+                if isinstance(event, Collective | Message):
+                    one.host += device.post
+                    posted = self.transfers.post(k, event)
+                    if posted is not None:
+                        pending[event.work] = posted
+                elif event.work in pending:  # else: started before the step
+                    awaited = pending.pop(event.work)
+                    if not self.transfers.wait(k, awaited):
+                        self.clock.add_busy(-one.ranks)
+                        yield None
+                        self._end_wait(one, awaited)
+            one.row.times.append(one.now)
+        yield one.now
+        self.clock.add_busy(-one.ranks)
 
-    def _communicate(self, k: int) -> None:
-        one = self.ranks[k]
-        if one.at == len(one.events):
-            self.clock.add_busy(-one.ranks)
-            return
-        event = one.events[one.at]
-        if isinstance(event, Collective | Message):
-            one.host += self.device.post
-            pending = self.transfers.post(k, event)
-            if pending is not None:
-                one.pending[event.work] = pending
-        elif isinstance(event, Wait) and event.work in one.pending:  # else: started before the step
-            if not self.transfers.wait(k, one.pending[event.work]):
-                self.clock.add_busy(-one.ranks)
-                return
-            del one.pending[event.work]
-        one.advance()
-        self._compute(k)
-
-    def _resume(self, k: int) -> None:
-        one, now = self.ranks[k], self.clock.now
-        wait = one.events[one.at]
-        assert isinstance(wait, Wait)
-        _, lane, e = one.pending[wait.work]
+    def _end_wait(self, one: _Rank, awaited: PendingTransfer) -> None:
+        _, lane, e = awaited
+        now = self.clock.now
         self.clock.add_busy(one.ranks)
         name = e.kind if isinstance(e, Collective) else "receive"
         one.row.spans.append(Span(lane, name, e.phase, e.where, one.now, now))
         one.device = now
         if not self.device.asynchronous:
             one.host = now
-        self._communicate(k)

@@ -18,7 +18,7 @@ from torch import nn
 
 import disttensor as dt
 from disttensor import pipeline
-from disttensor.pipeline.partition import balance_layers
+from disttensor.pipeline.partition import divide_layers, elements
 from disttensor.simulate.layer_times import layer_times
 from tests.support.oracle import randn
 from tests.support.pool import fake_world, on_ranks
@@ -462,7 +462,7 @@ def test_balanced_stages_are_the_best_of_all_cuts(number: int) -> None:
         left = iter(sizes)
         return max(sum(itertools.islice(left, n)) for n in counts)
 
-    counts = balance_layers(layers, number)
+    counts = divide_layers(len(layers), number, elements(layers))
     assert counts in every and fullest(counts) == min(map(fullest, every))
 
 
@@ -470,7 +470,7 @@ def test_a_tied_parameter_counts_once() -> None:
     first, middle, last = (nn.Linear(4, 4, bias=False) for _ in range(3))
     last.weight = first.weight
     named = [("0", first), ("1", middle), ("2", last)]
-    assert balance_layers(named, 2) == [1, 2]
+    assert divide_layers(3, 2, elements(named)) == [1, 2]
 
 
 def test_stages_of_equal_time_and_of_given_costs() -> None:
@@ -481,13 +481,9 @@ def test_stages_of_equal_time_and_of_given_costs() -> None:
     named = [(str(i), m) for i, m in enumerate([embedding, *blocks, head])]
     costs = layer_times(named)
     assert 0 < costs[0] < costs[1] == costs[4] < costs[5]
-    assert balance_layers(named, 2, "time") == [4, 2] and balance_layers(named, 3, "time") == [
-        3,
-        2,
-        1,
-    ]
-    assert balance_layers(named, 2, "parameters") == [2, 4]
-    assert balance_layers(named, 2, [5, 1, 1, 1, 1, 1]) == [1, 5]
+    assert divide_layers(6, 2, costs) == [4, 2] and divide_layers(6, 3, costs) == [3, 2, 1]
+    assert divide_layers(6, 2, elements(named)) == [2, 4]
+    assert divide_layers(6, 2, [5, 1, 1, 1, 1, 1]) == [1, 5]
     model = nn.Sequential(*(m for _, m in named))
     with fake_world(2):
         meshes = [dt.ProcessMesh([rank], ("dp",)) for rank in range(2)]

@@ -186,10 +186,8 @@ def test_the_weights_of_the_visits_that_are_named_alone():
     graph, done = MicroBatchGraph(list), list[int]()
     graph.visits = [VisitGraph(begin) for begin in range(4)]
     for number, visit in enumerate(graph.visits):
-        split: Any = SimpleNamespace(
-            inputs=lambda retain_graph: None, is_whole=False, weights=partial(done.append, number)
-        )
-        visit.backward_input(split, retain_graph=True)
+        split: Any = SimpleNamespace(weights=partial(done.append, number))
+        visit.split = split
     assert graph.backward_weight(1, 2) and done == [2, 1]
     assert graph.backward_weight(0, 3) and done == [2, 1, 3, 0]
     assert not graph.backward_weight(0, 3) and done == [2, 1, 3, 0]

@@ -38,7 +38,7 @@ def op(seconds):
 
 
 def reduce_(ranks, work, nbytes=0):
-    return Collective("all_reduce", "dp", nbytes, nbytes, ranks, "g", False, work,
+    return Collective("all_reduce", "dp", nbytes, ranks, "g", False, work,
                       "backward", "a.py:2")  # fmt: skip
 
 

@@ -89,7 +89,7 @@ def searched(network: str) -> Search:
 
 @cache
 def probed(tp: int) -> Any:
-    return searched("fast")._probe(dt.Strategy(tp=tp))
+    return searched("fast").estimator(tp).probe
 
 
 ALWAYS = [

@@ -170,7 +170,7 @@ def test_estimates_are_near_what_is_simulated():
     ]  # fmt: skip
     search = Search(build_gpt, WORLD, DEVICE, NETWORK, 0.0, None, dt.Strategy(), 8, print)
     for strategy in ways:
-        one = search._probe(dt.Strategy(tp=strategy.tp or 1))
+        one = search.estimator(strategy.tp or 1).probe
         estimate = Estimator(one, WORLD, DEVICE, NETWORK)(strategy, frozenset(strategy.recompute))
         report = simulate(lambda s=strategy: build_gpt(s), WORLD, device=DEVICE, network=NETWORK)
         assert 0.67 < estimate.seconds / report.step_time < 1.5, strategy
@@ -185,7 +185,7 @@ def test_estimates_count_the_host(asynchronous):
         DEVICE, visit=1e-3, post=1e-3, gradient=1e-3, asynchronous=asynchronous
     )
     search = Search(build_gpt, WORLD, device, NETWORK, 0.0, None, dt.Strategy(), 8, print)
-    estimator = Estimator(search._probe(dt.Strategy(tp=1)), WORLD, device, NETWORK)
+    estimator = search.estimator(1)
     for strategy in (
         dt.Strategy(pp=4, accumulate_steps=8), dt.Strategy(pp=2, dp=2, accumulate_steps=4),
         dt.Strategy(pp=2, dp=2, accumulate_steps=8, schedule="interleaved_1f1b"),
@@ -200,7 +200,7 @@ def test_estimates_count_the_host(asynchronous):
 def test_what_kernels_hide_of_the_host_is_not_estimated():
     """Where kernels take longer than the host has to do, and run beside it."""
     found = Search(build_gpt, WORLD, DEVICE, NETWORK, 0.0, None, dt.Strategy(), 8, print)
-    one = found._probe(dt.Strategy(tp=1))
+    one = found.estimator(1).probe
     slow = dataclasses.replace(DEVICE, peak={torch.float32: 1e8})
     for strategy in dt.Strategy(pp=2, dp=2, accumulate_steps=4), dt.Strategy(sharding=4):
         without, hidden, beside = [
@@ -248,7 +248,7 @@ def test_ranks_that_share_a_device_compute_in_the_bubbles_of_each_other():
     ]
     assert staged[1] < 1.2 * staged[0] and replicas[1] > 1.3 * replicas[0]
     search = Search(build_gpt, WORLD, both, NETWORK, 0.0, None, dt.Strategy(), 8, print)
-    estimator = Estimator(search._probe(dt.Strategy(tp=1)), WORLD, both, NETWORK)
+    estimator = search.estimator(1)
     for way, simulated in zip(ways, (staged[1], replicas[1]), strict=True):
         assert 0.67 < estimator(way, frozenset()).seconds / simulated < 1.5, way
 
