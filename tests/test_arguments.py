@@ -400,7 +400,7 @@ BAD: dict[str, dict[str, str]] = {
         "model": MODULE, "files": "None 3 [3]", "mesh": MESH, "plan": PLAN, "names": "3 'x' [1]",
         "strict": f"None {FLAGS}", "init": "3 'x'"},
     "dt.local_map(torch.relu,out_placements=(S0,R))": {
-        "fn": FUNCTION, "in_placements": "3 'x'", "out_placements": "3 'x' None",
+        "fn": FUNCTION, "in_placements": "3 'x'", "out_placements": "3 'x'",
         "in_grad_placements": "3 'x'", "out_shapes": "3 'x' (4,-4) (4.0,)", "device_mesh": MESH},
     "dt.local_map(torch.relu,out_placements=[(S0,R)])": {"out_shapes": "3 [(4,),(4,)] [(-1,)]"},
     "dt.manual_seed(0)": {"seed": "None 1.5 True 'x'"},

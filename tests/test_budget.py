@@ -15,7 +15,7 @@ from tests.test_imports import FILES
 
 # Most lines of Python: of a package, or of the modules at the root ("root").
 LINES = {
-    "api": 947,
+    "api": 951,
     "autograd": 1_349,
     "checkpoint": 1_610,
     "comm": 3_220,

@@ -123,3 +123,13 @@ def test_arguments_on_two_meshes_where_no_gradient_follows():
     assert x.grad.full_tensor().tolist() == [2.0, 2.0]
     with pytest.raises(ValueError, match="on other ranks"):
         dt.local_map(total, out_placements=[dt.Replicate()], device_mesh=grid["dp"])(x, b)
+
+
+@on_ranks(2)
+def test_a_result_that_is_no_tensor():
+    """Each rank has its own."""
+    _, x = mesh_and_input()
+    rows = dt.local_map(len, out_placements=None)(x)
+    assert rows == len(x.to_local())
+    both = dt.local_map(lambda t: (t * 2, len(t)), out_placements=([dt.Shard(0)], None))(x)
+    assert both[1] == rows and both[0].full_tensor().flatten().tolist() == [0, 2, 4, 6, 8]

@@ -36,12 +36,14 @@ from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.reshard import resharded_local
 from disttensor.tensor.tensor_meta import describe_tensors
 
+_NOT_GIVEN: Any = object()
+
 
 def local_map(
     fn: Callable[..., Any],
     *positional: Any,
     in_placements: Any = None,
-    out_placements: Any = None,
+    out_placements: Any = _NOT_GIVEN,
     in_grad_placements: Any = None,
     device_mesh: Any = None,
     out_shapes: Any = None,
@@ -56,7 +58,7 @@ def local_map(
         in_placements: placements of each tensor argument, which is resharded to them; None keeps
             its own.
         out_placements: placements of each result (one sequence for a single result); None for a
-            result that is returned unchanged.
+            result that is returned unchanged, such as a number.
         in_grad_placements: placements of the local gradient of each tensor argument. They default
             to S -> S, P -> R, and R -> Partial if some argument or result varies over the axis,
             else R.
@@ -72,12 +74,14 @@ def local_map(
     """
     check_callable("local_map: fn", fn)
     if positional:
-        in_placements, out_placements, in_grad_placements = _by_position(
-            positional, (in_placements, out_placements, in_grad_placements)
+        given = None if out_placements is _NOT_GIVEN else out_placements
+        in_placements, given, in_grad_placements = _by_position(
+            positional, (in_placements, given, in_grad_placements)
         )
+        out_placements = _NOT_GIVEN if given is None else given
     if device_mesh is not None:
         device_mesh = as_mesh("local_map: device_mesh", device_mesh)
-    if out_placements is None:
+    if out_placements is _NOT_GIVEN:
         raise ValueError(
             "local_map: out_placements says what the results are; give placements for each result"
         )
