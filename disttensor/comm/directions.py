@@ -38,7 +38,8 @@ def create_directions(peers: Iterable[int]) -> None:
 
 
 def group(sender: int, receiver: int) -> Any:
-    """Returns the group of messages from ``sender`` to ``receiver``, created by ``meet``."""
+    """Returns the group of messages from ``sender`` to ``receiver``, created by
+    ``create_directions``."""
     pair = min(sender, receiver), max(sender, receiver)
     return current_runtime().groups[pair, _purpose_of(sender)]
 

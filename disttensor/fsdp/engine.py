@@ -26,9 +26,8 @@ from disttensor.autograd.joined_backward import run_after_backward, run_after_fa
 from disttensor.autograd.split_backward import compute_weight_now
 from disttensor.comm import buffers
 from disttensor.comm.places import GradMemory
+from disttensor.fsdp import graph_hooks
 from disttensor.fsdp.backward import ReduceOrder
-from disttensor.fsdp.graph_hooks import SegmentForward, before_node, follow, forget
-from disttensor.fsdp.on_stack import calls_on_stack
 from disttensor.fsdp.param import is_borrowed
 from disttensor.fsdp.reduce import Reduction, accumulate_in_graph, make_groups, reductions
 from disttensor.fsdp.segment import Segment, ShardState
@@ -79,7 +78,7 @@ class Engine:
             plan, enter, leave = [
                 partial(f, segment) for f in (self._plan, self._enter, self._leave)
             ]
-            segment.forward = SegmentForward(plan, enter, leave)
+            segment.forward = graph_hooks.SegmentForward(plan, enter, leave)
 
     def add_hooks(self, root: nn.Module) -> None:
         self.root = weakref.ref(root)
@@ -139,7 +138,7 @@ class Engine:
             if self.all_calls or any(s.forward.running or s.is_visible for s in self._all()):
                 self._drop_forwards(module)
             self.clean_up()
-            forget()
+            graph_hooks.forget()
             self.calls += 1
             self.epoch += 1
             self.last_order, self.order = self.order or self.last_order, []
@@ -177,7 +176,7 @@ class Engine:
         """Ends the forwards whose end hooks were not called, unless other forwards than the one
         that ``begins`` are on the stack."""
         running = [m for s in self._all() for m in s.forward.running]
-        if any(calls_on_stack(m) != int(m is begins) for m in [self.root(), *running]):
+        if any(graph_hooks.calls_on_stack(m) != int(m is begins) for m in [self.root(), *running]):
             return
         self.calls = self.all_calls = 0
         for segment in self._all():
@@ -242,7 +241,7 @@ class Engine:
         self.calls = max(self.calls - 1, 0)
         if torch.is_grad_enabled() and self.uncopied:
             for x in find_tensors(output, attributes=True):
-                before_node(x, self._enter_uncopied)
+                graph_hooks.before_node(x, self._enter_uncopied)
             for segment in self.uncopied:
                 self._hook_leaves(segment)
         for segment in self.segments:
@@ -466,13 +465,13 @@ def _follow_start(node: Any) -> None:
     ``node``."""
     copied = [s.forward for engine in engines() for s in engine.segments if s.copied]
     if copied:
-        follow(node, copied)
+        graph_hooks.follow(node, copied)
 
 
 def clean_up() -> None:
     """Resets all engines after a backward that ended with an error."""
     if current_backward() == -1:
-        forget()
+        graph_hooks.forget()
         for engine in engines():
             engine.clean_up()
 

@@ -9,8 +9,10 @@ run before nodes, so nothing is added to the graph.
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from disttensor.torch_private import (
     current_backward,
     current_node,
     is_in_backward,
+    module_call,
     next_number,
     node_number,
 )
@@ -90,6 +93,19 @@ class SegmentForward:
         self.running.clear()
         self._begun.clear()
         self.close()
+
+
+def calls_on_stack(module: nn.Module | None) -> int:
+    """Returns the number of running calls of ``module``, in all threads. Hooks after a forward are
+    not called if a KeyboardInterrupt ends it, or if its micro-batch is abandoned."""
+    count = 0
+    for top in sys._current_frames().values():
+        frame: FrameType | None = top
+        while frame is not None:
+            if frame.f_code is module_call.__code__:
+                count += frame.f_locals["self"] is module
+            frame = frame.f_back
+    return count
 
 
 _Pass = tuple[int, SegmentForward]  # the number of a call of autograd, and a forward in its graph

@@ -12,7 +12,7 @@ from disttensor import errors
 from disttensor.comm import collectives, compare_collectives, groups, objects
 from disttensor.comm.log import record_comms
 from disttensor.core.mesh import ProcessMesh
-from disttensor.errors import CommError
+from disttensor.errors import CommError, MismatchError
 from disttensor.torch_private import default_store
 from tests.support import pool
 from tests.support.pool import on_ranks, run_on_ranks
@@ -141,6 +141,32 @@ def test_results_are_plain_and_inputs_stay():
         assert not out.requires_grad and out.data_ptr() != x.data_ptr()
     assert torch.equal(x, torch.ones(2, 2))
     assert objects.gather_objects({"rank": group.index}, group) == [{"rank": 0}, {"rank": 1}]
+
+
+@on_ranks(2)
+def test_an_error_of_one_rank_is_raised_on_all():
+    group = ProcessMesh([1, 0], ("dp",)).group((0,))
+    rank = dist.get_rank()
+
+    def fail() -> int:
+        if rank == 1:
+            raise FileNotFoundError("no file")
+        return rank
+
+    assert objects.gather_results("f", group, lambda: rank) == [1, 0]
+    assert objects.run_on_all_ranks("f", group, lambda: rank) == rank
+    with pytest.raises(FileNotFoundError if rank == 1 else RuntimeError, match="no file") as own:
+        objects.gather_results("f", group, fail)
+    assert rank == 1 or str(own.value) == "f (rank 1): FileNotFoundError: no file"
+    for kinds, kind in (((ValueError, OSError), OSError), ((OSError, TypeError), OSError),
+                        ((ValueError, TypeError), TypeError)):  # fmt: skip
+        words = r"f \(rank 1\): FileNotFoundError: no file"
+        with pytest.raises(kind, match=words) as raised:
+            objects.run_on_all_ranks("f", group, fail, kinds)
+        assert type(raised.value) is kind
+        assert isinstance(raised.value.__cause__, FileNotFoundError) == (rank == 1)
+    with pytest.raises(MismatchError, match=r"at rank 1: f1, rank 0: f0"):
+        objects.gather_results(f"f{rank}", group, fail)
 
 
 def test_a_group_of_one_needs_no_backend():
