@@ -30,7 +30,7 @@ LINES = {
     "meta": 425,
     "nn": 747,
     "ops": 8_406,
-    "optim": 462,
+    "optim": 447,
     "parallel": 828,
     "patches": 1_253,
     "pieces": 624,

@@ -6,7 +6,7 @@ parameters, or of a scaler given to ``shard_scaler``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import wraps
 from types import SimpleNamespace
 from typing import Any
@@ -82,14 +82,10 @@ def wrap_unscale_grads(original: Unscale) -> Unscale:
             return original(self, optimizer, inv_scale, found_inf, allow_fp16)
         sync_gradients(params)  # a sum may be infinite although its summands are finite
         found, refused = found_inf.clone(), None
-        others = [p for p in params if not isinstance(p, DistTensor)]
-        plain = SimpleNamespace(param_groups=[{"params": others}])
+        pieces = SimpleNamespace(param_groups=[{"params": [_piece_of(p) for p in params]}])
         try:
-            for there in original(self, plain, inv_scale, found_inf, allow_fp16).values():
+            for there in original(self, pieces, inv_scale, found_inf, allow_fp16).values():
                 found = torch.maximum(found, there.to(found.device))
-            _unscale_pieces(
-                [p for p in params if isinstance(p, DistTensor)], inv_scale, found, allow_fp16
-            )
         except ValueError as error:  # other ranks may raise no error, and wait for this rank
             refused = error
             found.fill_(1.0)
@@ -103,23 +99,12 @@ def wrap_unscale_grads(original: Unscale) -> Unscale:
     return _unscale_grads_
 
 
-def _unscale_pieces(
-    params: Iterable[DistTensor], inv_scale: Tensor, found: Tensor, allow_fp16: bool
-) -> None:
-    """Unscales this rank's pieces of gradients as torch does; ``found`` becomes 1.0 if a gradient
-    is infinite."""
-    alike: dict[torch.dtype, list[Tensor]] = {}
-    for p in params:
-        grad: Any = p.grad
-        if grad is None:
-            continue
-        if grad.dtype is torch.float16 and not allow_fp16:
-            raise ValueError("Attempting to unscale FP16 gradients.")
-        alike.setdefault(grad.dtype, []).append(grad.local)
-        invalidate(grad)
-    with torch.no_grad():
-        for pieces in alike.values():
-            device = pieces[0].device
-            there = found.to(device)
-            torch._amp_foreach_non_finite_check_and_unscale_(pieces, there, inv_scale.to(device))
-            found.copy_(there)
+def _piece_of(p: Tensor) -> Tensor:
+    """Returns a tensor whose gradient is this rank's piece of the gradient of ``p``."""
+    grad: Any = p.grad
+    if grad is None or not isinstance(p, DistTensor):
+        return p
+    invalidate(grad)
+    piece: Tensor = grad.local.detach()
+    piece.grad = grad.local
+    return piece
