@@ -6,12 +6,23 @@ them stand here, with the package that calls them and the packages that register
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 Contexts = Callable[[], AbstractContextManager[None]]
+
+
+@contextmanager
+def set_during(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    """Sets a context variable inside the block."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
 
 # autograd -> fsdp. Called with a node before it runs, if a backward may start at it or enters the
 # graph of DistTensors there.

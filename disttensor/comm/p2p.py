@@ -17,16 +17,17 @@ post them, so both must run the micro-batches in the same order.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from disttensor.callbacks import set_during
 from disttensor.comm import directions, failure_watch, log, send_queue
 from disttensor.comm.messages import PendingReceive, PostedMessage, WireMessage, tag_with_size
 from disttensor.comm.process_group import backend_name, is_fake, world
@@ -53,16 +54,11 @@ _OURS = 1 << 30  # set in all our tags, so that small tags stay free for the use
 CHANNEL: ContextVar[int] = ContextVar("channel", default=0)
 
 
-@contextlib.contextmanager
-def channel(number: int) -> Iterator[None]:
+def channel(number: int) -> AbstractContextManager[None]:
     """Numbers the transfers of this thread within the block separately. 0 is the default."""
     if not 0 <= number < CHANNELS:
         raise ValueError(f"p2p.channel({number}): channels are numbered 0 to {CHANNELS - 1}")
-    token = CHANNEL.set(number)
-    try:
-        yield
-    finally:
-        CHANNEL.reset(token)
+    return set_during(CHANNEL, number)
 
 
 def next_tag() -> int:
@@ -117,15 +113,10 @@ def tag_in_channel(tag: int, before: tuple[int, int], after: tuple[int, int]) ->
 _abandons: ContextVar[bool] = ContextVar("abandons", default=False)
 
 
-@contextlib.contextmanager
-def abandon_receives() -> Iterator[None]:
+def abandon_receives() -> AbstractContextManager[None]:
     """Makes a ReceiveWork that is destroyed within the block not wait: its sender has failed, so
     the message may never arrive. Its buffer is kept until the process group is destroyed."""
-    token = _abandons.set(True)
-    try:
-        yield
-    finally:
-        _abandons.reset(token)
+    return set_during(_abandons, True)
 
 
 class ReceiveWork(Work[Tensor]):

@@ -85,7 +85,6 @@ class _Proposer:
         self.linears = [
             layer for layer in map(_linear, *zip(*model.named_modules(), strict=True)) if layer
         ]
-        self.taken: set[str] = set()
         # module -> (name relative to it, layer) of the layers one or two levels below it
         self.below: dict[str, list[tuple[str, Linear]]] = {}
         for layer in self.linears:
@@ -125,7 +124,6 @@ class _Proposer:
     def _set(self, layer: Linear, split: str, why: str) -> None:
         """Sets the placements of a layer. ``split``: "out", "into" or "" (whole)."""
         dim = {"out": layer.out, "into": layer.into, "": None}[split]
-        self.taken.add(layer.name)
         self.dims[f"{layer.name}.weight"] = dim, why
         if getattr(layer.module, "bias", None) is not None:
             self.dims[f"{layer.name}.bias"] = (
@@ -138,7 +136,7 @@ class _Proposer:
         """Returns (name relative to the module, layer) of the layers without a role, at most
         ``depth`` levels below it."""
         for rest, layer in self.below.get(name, ()):
-            if layer.name not in self.taken and rest.count(".") < depth:
+            if f"{layer.name}.weight" not in self.dims and rest.count(".") < depth:
                 yield rest, layer
 
     def _attention(self, name: str, module: nn.Module) -> None:
@@ -207,13 +205,13 @@ class _Proposer:
                     sizes.add(module.num_embeddings)
                     self.dims[weight] = 0, "by the vocabulary"
         for layer in self.linears:
-            last = layer.name.rpartition(".")[2]
-            if layer.name not in self.taken and layer.given in sizes and HEAD.fullmatch(last):
+            weight, last = f"{layer.name}.weight", layer.name.rpartition(".")[2]
+            if weight not in self.dims and layer.given in sizes and HEAD.fullmatch(last):
                 self._set(layer, "out", "by the vocabulary")
 
 
 def _linear(name: str, module: nn.Module) -> Linear | None:
-    """Returns True for a Linear, or the Conv1D of GPT-2, a Linear with transposed weight."""
+    """Returns the layer of a Linear, or of the Conv1D of GPT-2, a Linear with transposed weight."""
     if isinstance(module, nn.Linear):
         return Linear(name, module, 0, 1)
     if type(module).__name__ == "Conv1D" and isinstance(getattr(module, "nf", None), int):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import torch
@@ -218,8 +218,5 @@ H100 = Device(
     name="H100", peak=dict.fromkeys(_HALF, 989e12) | {torch.float32: 67e12, torch.float64: 67e12},
     bandwidth=3.35e12, memory=80e9,
 )  # fmt: skip
-H200 = Device(
-    name="H200", peak=dict.fromkeys(_HALF, 989e12) | {torch.float32: 67e12, torch.float64: 67e12},
-    bandwidth=4.8e12, memory=141e9,
-)  # fmt: skip
+H200 = replace(H100, name="H200", bandwidth=4.8e12, memory=141e9)
 NAMED = {d.name.lower(): d for d in (A100, H100, H200)}

@@ -9,9 +9,10 @@ a recomputed region belong to the modules that run again, or to the module aroun
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
+from unittest import mock
 
 from torch import nn
 
@@ -47,14 +48,10 @@ class _Call:
         self.layer, self.backward = layer, backward
         self.computes = False
 
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
+    def __call__(self) -> AbstractContextManager[None]:
         """Surrounds the recomputation of a region of this forward."""
-        token = callbacks.recompute_context.set(_Call(self.layer, current_backward()))
-        try:
-            yield
-        finally:
-            callbacks.recompute_context.reset(token)
+        again = _Call(self.layer, current_backward())
+        return callbacks.set_during(callbacks.recompute_context, again)
 
 
 class Layers:
@@ -79,19 +76,14 @@ class Layers:
         """Adds the recorded forwards of these modules to ``calls``."""
         self._watched.update(modules)
 
-    @contextmanager
-    def following(self) -> Iterator[None]:
+    def following(self) -> AbstractContextManager[Any]:
         """Patches the calls of modules: torch's global hooks do not get keyword arguments."""
         call = nn.Module.__call__
 
         def following(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return self._called(call, module, args, kwargs)
 
-        nn.Module.__call__ = following  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            nn.Module.__call__ = call  # type: ignore[method-assign]
+        return mock.patch.object(nn.Module, "__call__", following)
 
     def _called(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         outer, backward = callbacks.recompute_context.get() or self._outside, current_backward()
@@ -100,11 +92,8 @@ class Layers:
         inner = _Call(self._name(module, outer), backward)
         start = self.now() if module in self._watched else None
         size = _size(find_tensors([args, kwargs])) if start is not None else ((), 0)
-        token = callbacks.recompute_context.set(inner)
-        try:
+        with callbacks.set_during(callbacks.recompute_context, inner):
             out = call(module, *args, **kwargs)
-        finally:
-            callbacks.recompute_context.reset(token)
         if start is not None:
             self.calls.append(ModuleCall(module, start, self.now(), *size))
         if inner.computes:

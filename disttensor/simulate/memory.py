@@ -7,10 +7,11 @@ import sys
 import weakref
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 
@@ -135,8 +136,7 @@ class MemoryLog:
         if block is not None:
             self.marked[block.number] = category
 
-    @contextmanager
-    def resizing(self) -> Iterator[None]:
+    def resizing(self) -> AbstractContextManager[Any]:
         """Records storages that are resized, as gathered parameters are when they are freed."""
         usual = torch.UntypedStorage.resize_
 
@@ -147,11 +147,7 @@ class MemoryLog:
                 self._has(block, storage.nbytes(), user_line())
             return out
 
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
-        try:
-            yield
-        finally:
-            torch.UntypedStorage.resize_ = usual  # type: ignore[method-assign]
+        return mock.patch.object(torch.UntypedStorage, "resize_", resize_)
 
     def category(self, block: StorageRecord) -> str:
         """Returns the category of a storage at the end of the step. A storage that lives from a

@@ -87,14 +87,9 @@ def simulate(
 
 
 def simulate_program(
-    program: Program,
-    world: int,
-    *,
-    ranks: Iterable[int] | None = None,
-    device: Device = devices.H100,
-    network: Network = Network(),  # noqa: B008
-    values: Values = 0.0,
-) -> Report:
+    program: Program, world: int, *, ranks: Iterable[int] | None = None,
+    device: Device = devices.H100, network: Network = Network(), values: Values = 0.0,  # noqa: B008
+) -> Report:  # fmt: skip
     """Simulates a program that starts and stops the recorder itself, such as a script. See
     ``simulate`` for the arguments."""
     check_setting("simulate", world, device, network, values)

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from disttensor import callbacks, errors
 from disttensor.errors import SimulationError
@@ -59,18 +60,17 @@ def of_script(path: str, arguments: Sequence[str], steps: int = 2) -> Program:
                 raise _StepIsOver
 
         recorder.after_step = after_step
-        before = sys.argv, list(sys.path)
-        sys.argv = [path, *arguments]
-        sys.path.insert(0, str(Path(path).resolve().parent))
+        folder = str(Path(path).resolve().parent)
         if steps == 1:
             recorder.start()
         try:
-            with own_modules(of_script=True):
+            with (
+                mock.patch.object(sys, "argv", [path, *arguments]),
+                mock.patch.object(sys, "path", [folder, *sys.path]), own_modules(of_script=True),
+            ):  # fmt: skip
                 runpy.run_path(path, run_name="__main__")
         except _StepIsOver:
             return
-        finally:
-            sys.argv, sys.path[:] = before
         raise SimulationError(
             f"{path} ended after {recorder.steps} optimizer steps, and the report is of step "
             f"{steps}: let the script do more steps, or pass --steps {max(1, recorder.steps)}"
@@ -111,7 +111,9 @@ def run_rank(
             # the engine compares addresses, and reads nothing there
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             recorder = StepRecorder(values)
-            short = _with_few_actions(recorder) if is_short else contextlib.nullcontext()
+            short = contextlib.nullcontext() if not is_short else callbacks.set_during(
+                callbacks.choose_actions, lambda row: few(row, recorder.recording)
+            )  # fmt: skip
             with recorder.running(), own_modules(), short:
                 program(recorder)
             held, changes = recorder.memory_of_step()
@@ -123,15 +125,6 @@ def run_rank(
         errors.warned.update(warned)
     texts = list(dict.fromkeys(f"{w.category.__name__}: {w.message}" for w in caught))
     return RankRun(rank, held, parts, runs, texts, recorder.layers.of_meshes()), found
-
-
-@contextlib.contextmanager
-def _with_few_actions(recorder: StepRecorder) -> Iterator[None]:
-    token = callbacks.choose_actions.set(lambda row: few(row, recorder.recording))
-    try:
-        yield
-    finally:
-        callbacks.choose_actions.reset(token)
 
 
 def compare(one: RankRun, other: RankRun) -> None:

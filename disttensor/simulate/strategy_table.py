@@ -89,7 +89,7 @@ class StrategyTable:
         return first.strategy
 
     def __str__(self) -> str:
-        rows, reasons = [("strategy", "step", "peak memory")], ["why not"]
+        rows = [("strategy", "step", "peak memory", "why not")]
         for c in self.candidates[:_SHOWN]:
             step = peak = ""
             if c.report is not None:
@@ -98,15 +98,9 @@ class StrategyTable:
             elif c.estimate is not None:
                 step = f"~{seconds(c.estimate.seconds)}" if c.fits else ""
                 peak = f"~{amount(c.estimate.memory)}"
-            rows.append((named(c.strategy, self.world), step, peak))
-            reasons.append(c.reason)
-        figures = table(rows)
-        lines = [
-            f"{line:{len(figures[0])}}  {reason}".rstrip()
-            for line, reason in zip(figures, reasons, strict=True)
-        ]
+            rows.append((named(c.strategy, self.world), step, peak, c.reason))
         rest = len(self.candidates) - _SHOWN
-        return "\n".join([*lines, *([f"and {rest:,} more"] if rest > 0 else [])])
+        return "\n".join([*table(rows, (0, 3)), *([f"and {rest:,} more"] if rest > 0 else [])])
 
 
 def _why(c: Candidate, first: Candidate) -> str:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns lines of columns: the first aligned to the left, the others to the right."""
+def table(rows: Sequence[Sequence[str]], left: Container[int] = (0,)) -> list[str]:
+    """Returns lines of columns: those numbered in ``left`` aligned to the left, the others to the
+    right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
         "  ".join(
-            c.ljust(w) if i == 0 else c.rjust(w)
+            c.ljust(w) if i in left else c.rjust(w)
             for i, (c, w) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows

@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -87,7 +88,6 @@ def simulated_rank(
         backend: the backend for which collectives are made.
         data: whether tensors have data.
     """
-    environment = dict(os.environ)
     dtype, device, grad = (
         torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled(),
     )  # fmt: skip
@@ -96,9 +96,9 @@ def simulated_rank(
     try:
         with (
             hide_observers(), compare_programs.preserve_calls(), set_runtime_aside(),
-            _own_registrations(), hide_process_groups()
+            _own_registrations(), hide_process_groups(),
+            mock.patch.dict(os.environ, torchrun_variables(rank, size, ranks_per_node)),
         ):  # fmt: skip
-            os.environ.update(torchrun_variables(rank, size, ranks_per_node))
             compare_collectives.enabled = False  # there are no other ranks to compare with
             start_fake_world(rank, size)
             current_runtime().stands_for = backend
@@ -114,8 +114,6 @@ def simulated_rank(
         if torch.get_default_device() != device:
             torch.set_default_device(device)
         torch.set_grad_enabled(grad)
-        os.environ.clear()
-        os.environ.update(environment)
 
 
 @contextmanager
