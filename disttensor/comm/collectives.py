@@ -204,17 +204,16 @@ def _exchange(
     x, n = wire.dense(x), group.size
     if n == 1:
         return _complete(finish(x), async_op)
-    even = len(x) // n
     share = 1 - sent[group.index] / max(1, sum(sent)) if sent else (n - 1) / n
     if not group.in_rank_order:
-        x = torch.cat(group.to_backend(x.split(list(sent) or even)))
+        x = torch.cat(group.to_backend(x.split(list(sent) or len(x) // n)))
         sent, received = (group.to_backend(sizes) if sizes else () for sizes in (sent, received))
-    out = x.new_empty((sum(received) if received else len(x), *x.shape[1:]))
+    out = x.new_empty((sum(received), *x.shape[1:])) if received else torch.empty_like(x)
 
     def end() -> T:
         if group.in_rank_order:
             return finish(out)
-        return finish(torch.cat(group.to_members(out.split(list(received) or even))))
+        return finish(torch.cat(group.to_members(out.split(list(received) or len(x) // n))))
 
     given, target = wire.sendable(x), wire.sendable(out)
     scale = 1 if given is x else x.itemsize * math.prod(x.shape[1:])
