@@ -135,7 +135,7 @@ class Reader(FileSystemReader):
             by_file.setdefault(file_name, []).append(item)
         with bar("loading", len(plan.items), "pieces") as advance:
             for name, items in by_file.items():
-                with open(Path(self.path, name), "rb") as file:
+                with open(Path(self.path, name), "rb", buffering=1 << 16) as file:
                     memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
                     for item in items:
                         part = zip(item.storage_offsets, item.lengths, strict=True)
