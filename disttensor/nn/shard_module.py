@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -201,10 +202,10 @@ def _choose(
     plan: Mapping[Any, Sequence[Placement]] | None,
 ) -> dict[str, Sequence[Placement]]:
     """Returns name of each tensor -> placements. Checks the whole plan."""
-    everything = [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]
+    everything = chain(
+        module.named_parameters(remove_duplicate=False),
+        module.named_buffers(remove_duplicate=False),
+    )
     tensors = {name: value for name, value in everything if mesh_of(value) is not None}
     for name, value in tensors.items():
         if nn.parameter.is_lazy(value):
@@ -212,35 +213,19 @@ def _choose(
                 f"shard_module: {name!r} is lazy, it has no sizes before the first call: call the "
                 "module once on a regular tensor, then shard it"
             )
-    modules = {name for name, _ in module.named_modules()}
     chosen: dict[str, Sequence[Placement]] = {}
-    for exact in (True, False):
-        for pattern, given in (plan or {}).items():
-            if not isinstance(pattern, (str, re.Pattern)):
-                raise TypeError(
-                    f"shard_module: plan entry {pattern!r}: a name is a string (exact or a glob) "
-                    "or a compiled regex"
-                )
-            literal = isinstance(pattern, str) and (pattern in tensors or pattern in modules)
-            if literal is not exact or (is_style(given) and not splits(given)):
-                continue
-            hits = [name for name in tensors if covers(pattern, name, modules)]
-            if not hits:
-                raise ValueError(
-                    f"shard_module: {pattern!r} matches no parameter, buffer or module; there are "
-                    f"{list_names(str(pattern), tensors)}"
-                )
-            several = any(tensors[name].ndim for name in hits)
-            for name in hits:
-                mesh = mesh_of(tensors[name])
-                if several and not tensors[name].ndim:
-                    continue  # a 0-d tensor of an entry for several tensors, as num_batches_tracked
-                if name not in chosen and mesh is not None:
-                    placements = given
-                    if is_style(given):
-                        placements = _of_style(pattern, given, module, name, mesh)
-                    _check_placements(pattern, name, placements, tensors[name].ndim, mesh)
-                    chosen[name] = placements
+    for pattern, given, names in _entries(plan or {}, module, tensors):
+        several = any(tensors[name].ndim for name in names)
+        for name in names:
+            mesh, ndim = mesh_of(tensors[name]), tensors[name].ndim
+            if several and not ndim:
+                continue  # a 0-d tensor of an entry for several tensors, as num_batches_tracked
+            if name not in chosen and mesh is not None:
+                try:
+                    chosen[name] = _placements(given, module, name, ndim, mesh)
+                except (ValueError, TypeError) as error:
+                    text = f"shard_module: plan entry {pattern!r} for {name!r}: {error}"
+                    raise type(error)(text) from None
     by_tensor: dict[int, str] = {}
     for name, value in tensors.items():  # a tied parameter has one layout under all its names
         first = by_tensor.setdefault(id(value), name)
@@ -256,25 +241,41 @@ def _choose(
     return chosen
 
 
-def _of_style(
-    pattern: Any, style: Any, module: nn.Module, name: str, mesh: ProcessMesh
+def _entries(
+    plan: Mapping[Any, Any], module: nn.Module, tensors: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[Any, Any, list[str]]]:
+    """Yields (name or pattern, placements or style, names of its tensors), exact names first.
+    Styles that split nothing are left out."""
+    modules = {name for name, _ in module.named_modules()}
+    for exact in (True, False):
+        for pattern, given in plan.items():
+            if not isinstance(pattern, (str, re.Pattern)):
+                raise TypeError(
+                    f"shard_module: plan entry {pattern!r}: a name is a string (exact or a glob) "
+                    "or a compiled regex"
+                )
+            literal = isinstance(pattern, str) and (pattern in tensors or pattern in modules)
+            if literal is not exact or (is_style(given) and not splits(given)):
+                continue
+            names = [name for name in tensors if covers(pattern, name, modules)]
+            if not names:
+                raise ValueError(
+                    f"shard_module: {pattern!r} matches no parameter, buffer or module; there are "
+                    f"{list_names(str(pattern), tensors)}"
+                )
+            yield pattern, given, names
+
+
+def _placements(
+    given: Any, module: nn.Module, name: str, ndim: int, mesh: ProcessMesh
 ) -> Sequence[Placement]:
-    try:
-        return placements_of(style, module, name, mesh)
-    except (ValueError, TypeError) as error:
-        raise type(error)(f"shard_module: plan entry {pattern!r}: {error}") from None
-
-
-def _check_placements(
-    pattern: Any, name: str, placements: Any, ndim: int, mesh: ProcessMesh
-) -> None:
-    """Raises ValueError if these placements do not fit the tensor ``name``."""
-    try:
-        layout = layout_of(placements, ndim, mesh.ndim)
-        if layout.partial:
-            raise ValueError(
-                "Partial is for values that are still to be reduced; parameters and buffers are "
-                "split or replicated"
-            )
-    except (ValueError, TypeError) as error:
-        raise type(error)(f"shard_module: plan entry {pattern!r} for {name!r}: {error}") from None
+    """Returns the placements of the tensor ``name``, and checks that they fit it."""
+    placements: Sequence[Placement] = given
+    if is_style(given):
+        placements = placements_of(given, module, name, mesh)
+    if layout_of(placements, ndim, mesh.ndim).partial:
+        raise ValueError(
+            "Partial is for values that are still to be reduced; parameters and buffers are split "
+            "or replicated"
+        )
+    return placements

@@ -14,8 +14,7 @@ import torch
 
 import disttensor as dt
 from disttensor import Replicate, Shard, pipeline
-from disttensor.experts.expert_modules import ExpertsForward, is_experts
-from disttensor.experts.grouped_product import grouped_product
+from disttensor.experts.expert_modules import ExpertsForward, grouped_product, is_experts
 from disttensor.parallel.rematerialize import recompute
 from tests.support.models.case import Case, check
 from tests.support.oracle import randint, randn
