@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from disttensor.core.layout import Axes, Box, Layout, members
 from ops.factors import Letter
@@ -30,24 +30,17 @@ class LocalShardInfo(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LocalPiece:
-    """A ``LocalShardInfo`` as data: of an argument in another layout, or of a tensor outside the
-    call."""
+    """This rank's box of a tensor that is neither an argument nor a result of the call; with a
+    layout, a ``LocalShardInfo``."""
 
     shape: tuple[int, ...]
-    layout: Layout
     local_box: Box
+    layout: Layout | None = None
     dtype: Any = None
 
     @property
     def local_shape(self) -> tuple[int, ...]:
         return self.local_box.shape
-
-
-class Part(NamedTuple):
-    """This rank's box of a tensor that is neither an argument nor a result of the call."""
-
-    shape: tuple[int, ...]
-    local_box: Box
 
 
 class DrawProtocol(Protocol):
@@ -57,8 +50,8 @@ class DrawProtocol(Protocol):
     invariant: bool  # by global position (``numbers``); else by torch's own generator (``seeded``)
 
     def numbers(self, kind: str, piece: Any, dtype: Any, device: Any, **options: Any) -> Any:
-        """Returns this rank's piece of a tensor of random numbers. ``piece``: a LocalShardInfo or a
-        Part; ``kind``: "uniform", "normal", "bernoulli", ...: a function of
+        """Returns this rank's piece of a tensor of random numbers. ``piece``: a LocalShardInfo or
+        a LocalPiece; ``kind``: "uniform", "normal", "bernoulli", ...: a function of
         disttensor.random.distributions, with its options."""
 
     def seeded(self, axes: Axes, device: Any) -> AbstractContextManager[Any]:

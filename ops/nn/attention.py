@@ -16,7 +16,7 @@ from torch import Tensor
 from disttensor.core.layout import Box
 from ops.empty_pieces import zeros_if_empty
 from ops.factors import Arg, Factors, NoRule
-from ops.local import DrawProtocol, LocalCall, Part
+from ops.local import DrawProtocol, LocalCall, LocalPiece
 from ops.nn import attention_policy
 from ops.nn.split_sequence import split_attention
 from ops.random.fill import drawing
@@ -34,34 +34,27 @@ def scaled_dot_product_attention(
     ndim = query.ndim
     if not ndim == key.ndim == value.ndim or ndim < 2:
         raise NoRule("scaled_dot_product_attention of tensors that broadcast")
-    lead: list[Any] = [f".{i}" for i in range(ndim - 2)]
-    grouped = enable_gqa and ndim > 2 and query.shape[-3] != key.shape[-3]
-    named = {name: (*lead, *last) for name, last in (("q", "le"), ("k", "se"), ("v", "sv"))}
-    sizes: dict[Any, int] = {}
-    for name, arg in (("v", value), ("k", key), ("q", query)):
-        sizes.update(zip(named[name], arg.shape, strict=True))
-    even: set[Any] = set()
-    if grouped:  # head i of the queries uses head i // r of the keys
-        heads, shared = query.shape[-3], key.shape[-3]
-        if shared != value.shape[-3] or heads % shared:
+    lead: tuple[Any, ...] = tuple(f".{i}" for i in range(ndim - 2))
+    q, k, v = ((*lead, *last) for last in ("le", "se", "sv"))
+    heads, sizes = query.shape[:-2], dict[Any, int]()
+    if enable_gqa and ndim > 2 and heads[-1] != key.shape[-3]:
+        shared = key.shape[-3]  # head i of the queries uses head i // r of the keys
+        if heads[-1] % shared:
             raise NoRule("scaled_dot_product_attention with odd groups of heads")
-        sizes.update({lead[-1]: shared, "r": heads // shared})
-        named["q"] = (*lead[:-1], (lead[-1], "r"), "l", "e")
-        even = {lead[-1]}
-    for name, arg in (("k", key), ("v", value)):
-        for letter, size in zip(named[name], arg.shape, strict=True):
-            if sizes[letter] != size:
-                raise NoRule("scaled_dot_product_attention of shapes that broadcast")
+        sizes = {lead[-1]: shared, "r": heads[-1] // shared}
+        q, heads = (*lead[:-1], (lead[-1], "r"), "l", "e"), (*heads[:-1], shared)
+    length, width = key.shape[-2], query.shape[-1]
+    if key.shape != (*heads, length, width) or value.shape[:-1] != (*heads, length):
+        raise NoRule("scaled_dot_product_attention of shapes that broadcast")
     policy = attention_policy.policy.current()
     along = {arg.layout.dims[-2] for arg in (query, key, value)}
     alike = len(along) == 1 and along != {()}  # each is split by its own size
     if alike:
-        named["k"], named["v"] = (*lead, "l", "e"), (*lead, "l", "v")
-    out = (*named["q"][:-1], "v")
-    inputs = [named["q"], named["k"], named["v"]]
+        k, v = (*lead, "l", "e"), (*lead, "l", "v")
+    inputs = [q, k, v]
     if isinstance(attn_mask, Arg):
         rows = None if alike and policy == "heads" else "l"
-        scores = (*named["q"][:-2], rows, "s")
+        scores = (*q[:-2], rows, "s")
         last = scores[ndim - attn_mask.ndim :]
         inputs.append(
             tuple(None if s == 1 else x for x, s in zip(last, attn_mask.shape, strict=True))
@@ -69,10 +62,10 @@ def scaled_dot_product_attention(
     whole = partial(with_whole_keys, dropout_p=dropout_p, is_causal=is_causal)
     return Factors(
         tuple(inputs),
-        (out,),
+        ((*q[:-1], "v"),),
         sizes,
         unsplittable={"s", "e"},
-        divisible_only=even,
+        divisible_only={lead[-1]} if sizes else set(),
         linear_terms=({2},),
         local=partial(split_attention, policy, whole, dropout_p, is_causal) if alike else whole,
         independent=set("l" if alike and policy in ("auto", "ring") else ""),
@@ -113,7 +106,7 @@ def with_dropout(call: LocalCall) -> Callable[..., Any]:
     out, keys = call.outputs[0], call.inputs[1]
     size = keys.shape[-2]
     offset, rows = out.local_box
-    mask = Part((*out.shape[:-1], size), Box((*offset[:-1], 0), (*rows[:-1], size)))
+    mask = LocalPiece((*out.shape[:-1], size), Box((*offset[:-1], 0), (*rows[:-1], size)))
     place = tuple(a for axes in out.layout.dims[:-1] for a in axes)
     plain, first = zeros_if_empty(call), offset[-2]
 

@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 
 from disttensor.core.layout import Axes
+from ops.dims import replaced
 from ops.dtypes import HALVES, wide
 from ops.factors import Arg, Factors, Letter, NoRule
 from ops.indexing.vocab_shard import Owned
 from ops.local import Collectives
 from ops.nn.loss import requested_reduction, total
-from ops.reduction.max_min import local_extreme
-from ops.registry import rule
+from ops.registry import Function, rule
 
 Tensor = torch.Tensor
 
@@ -40,58 +40,44 @@ class Options:
     collectives: Collectives
 
 
-def _factors(input: Arg, target: Arg, weight: Any, words: dict[str, Any], logits: bool) -> Factors:
-    """Returns the factors of [C] or [N, C, ...] with class numbers [] or [N, ...], or with
+def _loss(func: Function, logits: bool, doc: str) -> None:
+    """Registers a loss of [C] or [N, C, ...] with class numbers [] or [N, ...], or, of logits, with
     probabilities of the same shape."""
-    reduction = requested_reduction(words)
-    if not input.ndim:
-        raise NoRule("a number")
-    at = 0 if input.ndim == 1 else 1
-    batch = (*input.shape[:at], *input.shape[at + 1 :])
-    dense = logits and input.shape == target.shape
-    if not dense and target.shape != batch:
-        raise NoRule("shapes that do not fit")  # torch raises the error
-    dims: list[Letter] = [d for d in range(input.ndim) if d != at]
-    every: list[Letter] = [*dims[:at], "c", *dims[at:]]
-    ins = [tuple(every), tuple(every) if dense else tuple(dims)]
-    if isinstance(weight, Arg):
-        ins.append(("c",))
-    reduced: dict[Letter, str] = {"c": "inner"}
-    out: tuple[Letter, ...] = tuple(dims)
-    if reduction != "none":
-        reduced.update(dict.fromkeys(dims, "sum"))
-        out = ()
 
-    def local(call: Any) -> Callable[..., Tensor]:
-        if not call.split:
-            return call.func
-        owned = Owned.of(call.inputs[0], at)
-        options = Options(
-            at, dense, logits, owned, call.axes("c"), call.axes(*dims), call.collectives
-        )
-        return _local(call.func, options)
+    @rule(func, exact=True, sizes="letters", doc=doc)
+    def factors(
+        input: Arg, target: Arg, weight: Any = None, size_average: Any = None,
+        ignore_index: int = -100, reduce: Any = None, reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> Factors:  # fmt: skip
+        words = {"size_average": size_average, "reduce": reduce, "reduction": reduction}
+        kind = requested_reduction(words)
+        if not input.ndim:
+            raise NoRule("a number")
+        at = 0 if input.ndim == 1 else 1
+        every, dims = replaced(input, at, "c"), replaced(input, at)
+        dense = logits and input.shape == target.shape
+        if not dense and target.shape != tuple(input.shape[d] for d in dims):
+            raise NoRule("shapes that do not fit")  # torch raises the error
+        ins = [every, every if dense else dims, *([("c",)] if isinstance(weight, Arg) else [])]
+        reduced: dict[Letter, str] = {"c": "inner"}
+        if kind != "none":
+            reduced.update(dict.fromkeys(dims, "sum"))
 
-    return Factors(tuple(ins), (out,), reduced=reduced, local=local, independent=set(dims))
+        def local(call: Any) -> Callable[..., Tensor]:
+            if not call.split:
+                return call.func
+            owned, axes = Owned.of(call.inputs[0], at), (call.axes("c"), call.axes(*dims))
+            return _local(call.func, Options(at, dense, logits, owned, *axes, call.collectives))
 
-
-@rule(F.cross_entropy, exact=True, sizes="letters")
-def cross_entropy(
-    input: Arg, target: Arg, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
-    reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
-) -> Factors:  # fmt: skip
-    """N.. c, N.. -> N..; batch dims give P(sum), classes are reduced within"""
-    words = {"size_average": size_average, "reduce": reduce, "reduction": reduction}
-    return _factors(input, target, weight, words, True)
+        out = dims if kind == "none" else ()
+        return Factors(tuple(ins), (out,), reduced=reduced, local=local, independent=set(dims))
 
 
-@rule(F.nll_loss, exact=True)
-def nll_loss(
-    input: Arg, target: Arg, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
-    reduce: Any = None, reduction: str = "mean",
-) -> Factors:  # fmt: skip
-    """as cross_entropy, of log-probabilities"""
-    words = {"size_average": size_average, "reduce": reduce, "reduction": reduction}
-    return _factors(input, target, weight, words, False)
+_loss(
+    F.cross_entropy, True, "N.. c, N.. -> N..; batch dims give P(sum), classes are reduced within"
+)
+_loss(F.nll_loss, False, "as cross_entropy, of log-probabilities")
 
 
 def _local(func: Callable[..., Tensor], o: Options) -> Callable[..., Tensor]:
@@ -156,7 +142,8 @@ def _weights(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor
 
 def _largest(o: Options, x: Tensor) -> Tensor:
     """Returns the largest logit of each row over all ranks, without a gradient."""
-    mine = local_extreme(x.detach(), (o.classes,), True).squeeze(o.classes)
+    shape = (*x.shape[: o.classes], *x.shape[o.classes + 1 :])
+    mine = x.detach().amax(o.classes) if o.owned.size else x.new_full(shape, -torch.inf)
     largest = o.collectives.all_reduce(mine, "max", o.class_axes)
     return largest.masked_fill(largest == -torch.inf, 0)
 

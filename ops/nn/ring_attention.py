@@ -23,7 +23,7 @@ from disttensor.core.layout import Box, Range, Ranges, balanced_ranges
 from disttensor.torch_private import autocast_is_on
 from ops.dealing import Dealing, Exchanged
 from ops.dtypes import autocast, wide
-from ops.local import DrawProtocol, LocalCall, Part
+from ops.local import DrawProtocol, LocalCall, LocalPiece
 from ops.nn.attention_block import Hidden, attend, attend_backward, merge
 from ops.nn.halo import ranges_of
 from ops.nn.ring_schedule import Pair, Ring
@@ -246,7 +246,7 @@ def dropout(call: LocalCall, query: Tensor, p: float) -> Callable[[Pair], Tensor
     def numbers(pair: Pair) -> Tensor:
         offset = (*lead.offset[:-2], pair.row[0], pair.key[0])
         sizes = (*lead.shape[:-2], pair.row[1] - pair.row[0], pair.key[1] - pair.key[0])
-        part = Part((*out.shape[:-1], size), Box(offset, sizes))
+        part = LocalPiece((*out.shape[:-1], size), Box(offset, sizes))
         keep: Tensor = draw.numbers("bernoulli", part, dtype, query.device, p=1.0 - p)
         return as_four_dims(keep / (1.0 - p) if p < 1.0 else keep)
 

@@ -93,7 +93,7 @@ def moved(call: LocalCall, piece: Any, axes: Axes, heads: bool) -> LocalPiece:
         dims[-3] = (*dims[-3], *axes)
     box = box_at(piece.shape, dims, call.mesh_shape, call.coordinate)
     layout = replace(piece.layout, dims=tuple(dims))
-    return LocalPiece(tuple(piece.shape), layout, box, getattr(piece, "dtype", None))
+    return LocalPiece(tuple(piece.shape), box, layout, getattr(piece, "dtype", None))
 
 
 def reshards(call: LocalCall, have: Any, want: Any, axes: Axes) -> Local:
@@ -128,7 +128,7 @@ def exchange_heads(call: LocalCall, axes: Axes, whole: Callable[[LocalCall], Loc
             return piece
         shape = (*piece.shape[:-3], shared * each, *piece.shape[-2:])
         box = box_at(shape, piece.layout.dims, call.mesh_shape, call.coordinate)
-        return LocalPiece(shape, piece.layout, box, piece.dtype)
+        return LocalPiece(shape, box, piece.layout, piece.dtype)
 
     have = [query, *map(repeated, call.inputs[1:3]), *call.inputs[3:]]
     wanted = [moved(call, p, axes, heads=True) for p in have]

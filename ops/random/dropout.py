@@ -14,7 +14,7 @@ from torch import Tensor
 from disttensor.core.layout import Box
 from ops.dims import FIRST
 from ops.factors import Arg, Factors, NoRule, pointwise_factors
-from ops.local import DrawProtocol, LocalCall, LocalShardInfo, Part
+from ops.local import DrawProtocol, LocalCall, LocalPiece, LocalShardInfo
 from ops.random.fill import drawing, drawn
 from ops.registry import rule
 
@@ -42,7 +42,7 @@ def masked(call: LocalCall) -> Callable[..., Any]:
         n = len(out.shape) - 2
         offset, sizes = out.local_box
         box = Box((*offset[:2], *[0] * n), (*sizes[:2], *[1] * n))
-        mask: Part | LocalShardInfo = Part((*out.shape[:2], *[1] * n), box)
+        mask: LocalPiece | LocalShardInfo = LocalPiece((*out.shape[:2], *[1] * n), box)
     else:
         mask = out
 

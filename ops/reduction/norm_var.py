@@ -57,38 +57,34 @@ def _norm(input: Arg, p: Any, dim: Any, keepdim: bool, dtype: Any) -> Factors:
     return reduction(input, dim, keepdim, "inner", local=inner(gone, reduce))
 
 
-@rule(torch.linalg.vector_norm, floats=True)
-def vector_norm(
-    input: Arg, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None,
-    out: None = None,
-) -> Factors:  # fmt: skip
-    """reduced inside, for every order"""
-    return _norm(input, ord, dim, keepdim, dtype)
+def _order(func: Any, input: Arg, ord: Any, dim: Any) -> Any:
+    """Returns the order of the norm of vectors that a call computes."""
+    if func is torch.norm:
+        return 2.0 if ord in ("fro", None) else ord
+    if func is torch.linalg.norm:
+        dims = len(reduced_dims(input, dim)) if dim is not None else input.ndim
+        if ord is None or (dims == 2 and ord == "fro"):
+            return 2.0
+        if dims != 1:
+            raise NoRule(f"matrix norm of order {ord!r}")
+    return ord
 
 
-@rule(torch.norm, floats=True)
-def norm(
-    input: Arg, p: Any = "fro", dim: Any = None, keepdim: bool = False, out: None = None,
-    dtype: Any = None,
-) -> Factors:  # fmt: skip
-    """reduced inside, for every order of vectors and for "fro" """
-    if p == "fro" or p is None:
-        p = 2.0
-    return _norm(input, p, dim, keepdim, dtype)
+def _vector_norm(func: Any, default: Any, doc: str) -> None:
+    """Registers a norm of vectors. ``default``: the order if none is given."""
+
+    @rule(func, floats=True, doc=doc)
+    def factors(
+        input: Arg, ord: Any = default, dim: Any = None, keepdim: bool = False, out: None = None,
+        dtype: Any = None,
+    ) -> Factors:  # fmt: skip
+        return _norm(input, _order(func, input, ord, dim), dim, keepdim, dtype)
 
 
-@rule(torch.linalg.norm, floats=True)
-def linalg_norm(
-    A: Arg, ord: Any = None, dim: Any = None, keepdim: bool = False, *, out: None = None,
-    dtype: Any = None,
-) -> Factors:  # fmt: skip
-    """norms of vectors, and the Frobenius norm; other norms of matrices have no rule"""
-    dims = len(reduced_dims(A, dim)) if dim is not None else A.ndim
-    if ord is None or (dims == 2 and ord == "fro"):
-        ord = 2.0
-    elif dims != 1:
-        raise NoRule(f"matrix norm of order {ord!r}")
-    return _norm(A, ord, dim, keepdim, dtype)
+_vector_norm(torch.linalg.vector_norm, 2, "reduced inside, for every order")
+_vector_norm(torch.norm, "fro", 'reduced inside, for every order of vectors and for "fro"')
+_MATRICES = "norms of vectors, and the Frobenius norm; other norms of matrices have no rule"
+_vector_norm(torch.linalg.norm, None, _MATRICES)
 
 
 @rule(torch.linalg.matrix_norm)

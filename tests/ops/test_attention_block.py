@@ -28,7 +28,7 @@ def ways(*shapes: tuple[int, ...], mesh: tuple[int, ...] = (2,)) -> list[str]:
         heads = (1,) if len(mesh) > 1 else ()
         dims = ((), heads, (0,) if i < 3 else (), ())
         box = box_at(shape, dims, mesh, (0,) * len(mesh))
-        pieces.append(LocalPiece(shape, Layout(dims), box, torch.float64))
+        pieces.append(LocalPiece(shape, box, Layout(dims), torch.float64))
     none: dict[object, tuple[int, ...]] = {}
     call = LocalCall(
         F.scaled_dot_product_attention, pieces, pieces[:1], none, mesh, (0,) * len(mesh), None

@@ -72,7 +72,7 @@ def written(
 
     def rank(c: Any) -> None:
         inputs = [
-            LocalPiece(tuple(t.shape), w, box_at(t.shape, w.dims, mesh_shape, c), t.dtype)
+            LocalPiece(tuple(t.shape), box_at(t.shape, w.dims, mesh_shape, c), w, t.dtype)
             for t, w in zip(found, decision.input_layouts, strict=True)
         ]
         collectives = SimulatedCollectives(world, c)

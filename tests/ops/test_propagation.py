@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from disttensor.core.layout import Axes, Layout
 from disttensor.core.placement import Partial, Placement, Replicate, Shard
 from ops.factors import Arg, Factors
-from ops.infer import decide
+from ops.infer import decide, infer
 from ops.propagation import splittable
+from ops.registry import RULES, Rule
 from reshard import graph
 
 CALLS: dict[str, tuple[Any, list[tuple[int, ...]], tuple[Any, ...]]] = {
@@ -171,3 +172,13 @@ def test_nothing_that_a_rule_allows_moves_fewer_bytes(
         assert mine <= min(costs) + 1e-6, (case, decision.input_layouts, mine, min(costs))
         seen += len(costs) > 1
     assert seen or len(shapes) == 1
+
+
+def test_a_rule_need_not_give_the_sizes_that_inputs_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that returns the same factors for calls of all sizes; given sizes stay."""
+    same = Factors((("a", "b"),), (("b", "new"),), {"new": 3}, {"a": "sum"})
+    monkeypatch.setitem(RULES, ord, Rule("ord", lambda x: same))
+    for rows, columns in ((4, 6), (2, 8)):
+        got = infer(ord, Arg((rows, columns), [Shard(0)]), mesh_shape=(2,))
+        assert got.shapes == ((columns, 3),) and got.outputs == ((Partial(),),)
+    assert same.sizes == {"new": 3}

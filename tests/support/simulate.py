@@ -109,7 +109,7 @@ def simulate(
     collectives = {c: SimulatedCollectives(world, c) for c in world.all}
 
     def piece(shape: Sequence[int], layout: Layout, c: Coordinate, dtype: Any = None) -> LocalPiece:
-        return LocalPiece(tuple(shape), layout, box_at(shape, layout.dims, mesh_shape, c), dtype)
+        return LocalPiece(tuple(shape), box_at(shape, layout.dims, mesh_shape, c), layout, dtype)
 
     def one_rank(c: Coordinate) -> None:
         leaves = [p[c] for p in cuts]
