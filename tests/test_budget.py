@@ -29,7 +29,7 @@ LINES = {
     "launching": 745,
     "meta": 425,
     "nn": 746,
-    "ops": 8_375,
+    "ops": 8_373,
     "optim": 447,
     "parallel": 828,
     "patches": 1_253,

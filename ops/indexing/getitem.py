@@ -155,7 +155,8 @@ def getitem(input: Arg, index: Any) -> Factors:
     shape = tuple(size for _, size in got.out)
     plain = not got.tensors
     return Factors(
-        (letters_of(input), *_letters_of_indices(got)), (out,), dict(got.out), {},
+        (letters_of(input), *_letters_of_indices(got)), (out,),
+        {**dict(enumerate(input.shape)), **dict(got.out)}, {},
         set(got.whole), linear_terms=FIRST, moves=plain, view=got.index is None, shapes=(shape,),
     )  # fmt: skip
 

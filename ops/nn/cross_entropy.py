@@ -71,7 +71,8 @@ def _loss(func: Function, logits: bool, doc: str) -> None:
             return _local(call.func, Options(at, dense, logits, owned, *axes, call.collectives))
 
         out = dims if kind == "none" else ()
-        return Factors(tuple(ins), (out,), reduced=reduced, local=local, independent=set(dims))
+        sizes = dict(zip(every, input.shape, strict=True))
+        return Factors(tuple(ins), (out,), sizes, reduced, local=local, independent=set(dims))
 
 
 _loss(

@@ -69,8 +69,9 @@ def embedding(
     if padding_idx is not None and not -v <= padding_idx < v:
         raise AssertionError("Padding_idx must be within num_embeddings")
     ids: tuple[Letter, ...] = letters_of(input)
+    sizes: dict[Letter, int] = {**dict(enumerate(input.shape)), "v": v, "d": weight.shape[1]}
     return Factors(
-        (ids, ("v", "d")), ((*ids, "d"),), reduced={"v": "sum"}, linear_terms=({weight.index},),
+        (ids, ("v", "d")), ((*ids, "d"),), sizes, {"v": "sum"}, linear_terms=({weight.index},),
         local=_local, independent=set(ids),
         # otherwise the gradient of the result is smaller to sum
         rematerialize=math.prod(input.shape) >= v,

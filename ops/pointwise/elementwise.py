@@ -94,11 +94,10 @@ def _not_inplace(func: Function, factors: Callable[..., Factors]) -> Callable[..
     return checked
 
 
-def operands(args: Any, kwargs: dict[str, Any], names: str) -> list[Any]:
+def operands(args: Any, kwargs: dict[str, Any], *names: str) -> list[Any]:
     """Returns the named arguments of a call, given by position or by name; None for a missing
     one."""
-    wanted = names.split()
-    return [*args[: len(wanted)], *map(kwargs.get, wanted[len(args) :])]
+    return [*args[: len(names)], *map(kwargs.get, names[len(args) :])]
 
 
 def each(*values: Any) -> Terms:
@@ -111,17 +110,17 @@ def each(*values: Any) -> Terms:
 
 def joint(args: Any, kwargs: dict[str, Any]) -> Terms:
     """Returns the terms of a sum. torch.add(x, alpha, y) is a deprecated form."""
-    return () if len(args) > 2 else each(*operands(args, kwargs, "input other"))
+    return () if len(args) > 2 else each(*operands(args, kwargs, "input", "other"))
 
 
 def quotient(args: Any, kwargs: dict[str, Any]) -> Terms:
-    input, other = operands(args, kwargs, "input other")
+    input, other = operands(args, kwargs, "input", "other")
     rounded = kwargs.get("rounding_mode") is not None
     return () if rounded or isinstance(other, Arg) else each(input)
 
 
 def product_and_sum(args: Any, kwargs: dict[str, Any]) -> Terms:
-    input, *factors = operands(args, kwargs, "input tensor1 tensor2")
+    input, *factors = operands(args, kwargs, "input", "tensor1", "tensor2")
     return each(input, factors)
 
 
@@ -130,9 +129,9 @@ LINEAR: dict[str, Callable[[Any, dict[str, Any]], Terms]] = {
     "none": lambda args, kwargs: (),
     "first": lambda args, kwargs: each(*operands(args, kwargs, "input")),
     "joint": joint,
-    "product": lambda args, kwargs: each(operands(args, kwargs, "input other")),
+    "product": lambda args, kwargs: each(operands(args, kwargs, "input", "other")),
     "quotient": quotient,
-    "interpolation": lambda args, kwargs: each(*operands(args, kwargs, "input end")),
+    "interpolation": lambda args, kwargs: each(*operands(args, kwargs, "input", "end")),
     "product and sum": product_and_sum,
 }
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from ops.dims import front, moved, named, replaced
+from ops.dims import front, letters_of, moved, named, replaced
 from ops.factors import Arg, Factors, Letter, NoRule
 from ops.registry import rule
 
@@ -20,7 +20,8 @@ def cut(input: Arg, dim: int, sizes: Sequence[int]) -> Factors:
     """Returns the factors of pieces of these sizes along a whole ``dim``."""
     outs = tuple(replaced(input, dim, f"piece{i}") for i in range(len(sizes)))
     known: dict[Letter, int] = {f"piece{i}": s for i, s in enumerate(sizes)}
-    return moved(input, (), known, unsplittable={dim}, view=True).replace(outputs=outs)
+    known.update(enumerate(input.shape))
+    return Factors((letters_of(input),), outs, known, unsplittable={dim}, moves=True, view=True)
 
 
 @rule(*named("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes"), exact=True)
@@ -85,7 +86,8 @@ def unbind(input: Arg, dim: int = 0) -> Factors:
     """the dim that goes is whole"""
     at = front(dim, input.ndim)
     outs = (replaced(input, at),) * input.shape[at]
-    return moved(input, (), unsplittable={at}, view=True).replace(outputs=outs)
+    sizes: dict[Letter, int] = dict(enumerate(input.shape))
+    return Factors((letters_of(input),), outs, sizes, {}, {at}, moves=True, view=True)
 
 
 @rule(F.glu)
