@@ -3,14 +3,16 @@ shapes and layouts alone.
 
 The choices on an axis are, in the order that decides a tie:
 
-    a letter of the results that some input is split by on this axis: every tensor with the letter
-    is then split there; of several letters, the one of the largest input first flow: a pending
-    reduction passes through, where every term of the call has one another letter of an input that
-    is split on this axis: the split dims are exchanged for it a reduced letter that some input is
-    split by: the result is pending nothing: all inputs are whole
+    1. a letter of the results by which an input is already split: every tensor with the letter is
+       then split there; of several letters, first the letter of the largest input
+    2. flow: a pending reduction passes through, if every term of the call has one
+    3. another letter of an input that is split on this axis: its dim is exchanged for this one
+    4. a reduced letter by which an input is split: the result is pending
+    5. none: all inputs are replicated
 
-If no input has to move on an axis (all inputs that are split there are split by one letter), there
-is no choice. Replicated and pending inputs alone never make an axis split a letter.
+If one letter that is free to be split (it has no halo, and need not divide its dim) splits all
+split inputs on an axis, and no input is pending there, this letter is the only choice. Replicated
+and pending inputs alone never make an axis split a letter.
 
 Of all choices on all axes together the one is taken whose *traffic* is least: the bytes that one
 rank receives so that the inputs follow it, and in the backward so that their gradients go back
@@ -115,14 +117,14 @@ def _cheapest(
     options: list[Sequence[Any]], pending: list[list[tuple[int, str]]], fixed: bool,
 ) -> Decision | None:  # fmt: skip
     """Returns the decision with the least traffic among all combinations of the axes' options; None
-    if none splits the letters in ``even`` without remainder."""
+    if none splits the letters in ``divisible_only`` without remainder."""
     best: Decision | None = None
     least = math.inf
     firm = {0} if fixed else f.side_writes
     every = (
         (choice, split)
         for choice in itertools.product(*options)
-        if _even(f, choice, mesh_shape)
+        if _splits_evenly(f, choice, mesh_shape)
         for split in _splits(choice, args, majors, firm, f.co_split)
     )
     alone = all(len(some) == 1 for some in options)
@@ -147,8 +149,8 @@ def _cheapest(
     return best
 
 
-def _even(f: Factors, choice: Sequence[Any], mesh_shape: Axes) -> bool:
-    """Returns True if each letter in ``even`` is split without remainder or not at all."""
+def _splits_evenly(f: Factors, choice: Sequence[Any], mesh_shape: Axes) -> bool:
+    """Returns True if each letter in ``divisible_only`` is split without remainder, or not."""
     parts: dict[Letter, int] = {}
     for n, picked in zip(mesh_shape, choice, strict=True):
         if picked in f.divisible_only:
@@ -242,8 +244,9 @@ def _options(
 
 
 def _flows(f: Factors, args: Sequence[Arg], pending: list[tuple[int, str]]) -> Iterator[Flow]:
-    """Returns the ways for a reduction to flow: all arguments of a movement, or one of each term,
-    stay Partial, all with one reduction. Large ones first."""
+    """Yields each ``Flow`` by which a pending reduction passes through: all arguments of a
+    movement, or one of each term, stay Partial, with one reduction. The largest arguments come
+    first."""
     ops = {op for _, op in pending}
     if len(ops) != 1:
         return

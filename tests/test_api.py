@@ -155,7 +155,7 @@ def test_from_local_takes_uneven_pieces():
     x = dt.from_local(torch.full((sizes[dist.get_rank()], 3), 1.0), line, [S0])
     assert x.shape == (5, 3)
     with pytest.raises(
-        ValueError, match=r"rank 1 holds \[2, 3\], its place is \[1, 3\].*torch.chunk"
+        ValueError, match=r"rank 1 has \[2, 3\], and \[1, 3\] is expected.*torch.chunk"
     ):
         dt.from_local(torch.ones([1, 2, 1, 0][dist.get_rank()], 3), line, [S0])
     with pytest.raises(ValueError, match=r"from_local"):

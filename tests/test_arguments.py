@@ -213,7 +213,7 @@ TABLE = {
         dt.pretrained.save(lin(),3) dt.pretrained.load(lin(),3)""",
     "no argument is a DistTensor": """
         dt.debugging.explain(torch.relu,t) dt.local_map(torch.sin,out_placements=(S0,R))(t)""",
-    "(in|out|in_grad)_placements=.*placements, or a list|out_placements says": """
+    "(in|out|in_grad)_placements=.*placements, or a list|out_placements is required": """
         dt.local_map(torch.sin) dt.local_map(torch.sin,out_placements=3)
         dt.local_map(torch.sin,in_placements=3,out_placements=(S0,R))
         dt.local_map(torch.sin,out_placements=(S0,R),in_grad_placements=3)""",
@@ -678,7 +678,7 @@ def test_pieces_that_differ_are_named_on_all_ranks():
     for piece, how, words in [
         (odd, (S0,), r"rank 1 \[2, 3\] of torch.float64"),
         (flat, (S0,), r"rank 1 \[2\] of torch.float32"),
-        (torch.ones(rank + 1), (S0,), "rank 0 holds"),
+        (torch.ones(rank + 1), (S0,), "rank 0 has"),
         (torch.ones(2, 3), (S0, R), "has 2 entries"),
     ]:
         with pytest.raises(ValueError, match=words):

@@ -46,7 +46,7 @@ def test_a_tensor_in_a_dataclass_is_an_error():
     """Its piece would not be taken."""
     _, x = mesh_and_input()
     double = dt.local_map(lambda y, more: y + more.rows, out_placements=[dt.Shard(0)])
-    with pytest.raises(TypeError, match="a DistTensor in a dataclass"):
+    with pytest.raises(TypeError, match="has a DistTensor in a dataclass"):
         double(x, more=Rows(x))
     assert double(x, more=Rows(torch.ones(1))).full_tensor().flatten().tolist() == [1, 2, 3, 4, 5]
 

@@ -261,7 +261,7 @@ def test_from_local_without_a_check_sends_nothing():
     if mesh.size > 1:
         with (
             dt.debugging.compare_ranks(),
-            pytest.raises(ValueError, match="the pieces do not make"),
+            pytest.raises(ValueError, match="the pieces do not form"),
         ):
             uneven = torch.ones(1 + mesh.get_local_rank("dp"), 3)
             dt.from_local(uneven, mesh, [S0, R], run_check=False)
@@ -273,7 +273,7 @@ def test_positions_of_local_map_are_deprecated_and_work():
     with pytest.warns(DeprecationWarning, match="by name"):
         double = dt.local_map(lambda t: t * 2, [[S0, R]], [S0, R])
     same(double(x), counted(4, 3) * 2)
-    with pytest.warns(DeprecationWarning), pytest.raises(TypeError, match="4 positions at most"):
+    with pytest.warns(DeprecationWarning), pytest.raises(TypeError, match="at most 4 arguments"):
         dt.local_map(lambda t: t, None, [S0, R], None, (4, 3))
 
 

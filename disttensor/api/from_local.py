@@ -32,17 +32,20 @@ def from_local(
 ) -> DistTensor:  # fmt: skip
     """Returns the DistTensor of which ``local`` is this rank's piece; differentiable.
 
-    ``shape`` is the global shape; without it the ranks exchange the sizes and dtypes of their
-    pieces. The pieces must be cut as by torch.chunk (5 over 4: 2, 2, 1, 0) and have one dtype, or
-    all ranks raise ValueError. With ``shape=`` only the rank whose piece has another size raises
-    it, and dtypes are compared only under ``dt.debugging.compare_ranks()``. On a rank off the mesh
-    only requires_grad of ``local`` counts, and with ``shape=`` its dtype. ``run_check=False`` sends
-    nothing, as in torch: each rank, also off the mesh, assumes that all pieces have the size of its
-    own. Ranks whose pieces differ then compute different global shapes;
-    ``dt.debugging.compare_ranks()`` detects this.
+    Args:
+        local: the piece, cut as by torch.chunk (5 over 4: 2, 2, 1, 0). On a rank off the mesh only
+            its requires_grad counts, and with ``shape=`` its dtype.
+        placements: one for each mesh axis; or ``dims_mapping`` and ``partial_status``.
+        shape: the global shape. Without it the ranks exchange sizes and dtypes of their pieces.
+        run_check: False sends nothing, as in torch. Each rank, also off the mesh, assumes that all
+            pieces have the size of its own; ``dt.debugging.compare_ranks()`` finds if they differ.
+        grad_placements: the placements of the gradient of ``local``, as in torch: Shard for Shard,
+            Replicate for Partial, Replicate (the default) or Partial("sum") for Replicate.
 
-    ``grad_placements``: the placements of the gradient of ``local``, as in torch: Shard for Shard,
-    Replicate for Partial, Replicate (the default) or Partial("sum") for Replicate.
+    Raises:
+        ValueError: on all ranks, if the pieces do not form a tensor or have several dtypes. With
+            ``shape=`` only the rank whose piece has another size raises it, and dtypes are compared
+            under ``dt.debugging.compare_ranks()`` only.
 
     >>> dt.from_local(torch.zeros(4, 6), mesh, [dt.Shard(0), dt.Replicate()]).shape
     torch.Size([4, 6])
@@ -90,7 +93,10 @@ def from_pieces(
                 f"rank {r} {list(sizes)} of {dtype}"
                 for r, (sizes, dtype) in zip(mesh.ranks, everyone, strict=True)
             )
-            raise ValueError(f"from_local: pieces of one dtype and as many dims: {held}")
+            raise ValueError(
+                f"from_local: the pieces differ in dtype or number of dims: {held}. Give all ranks "
+                "pieces of one dtype, with the same number of dims"
+            )
         if shape is None:
             shape = _global_shape(pieces, layout, mesh)
         _check_pieces(check_spec(DistSpec(mesh, layout, shape, local.dtype)), pieces)
@@ -115,9 +121,9 @@ def _check_pieces(spec: DistSpec, everyone: Sequence[tuple[int, ...]]) -> None:
         wanted = spec.box_at(place).shape
         if sizes != wanted:
             raise ValueError(
-                f"from_local: the pieces do not make {spec!r}: rank {rank} holds {list(sizes)}, "
-                f"its place is {list(wanted)} (all pieces: {[list(s) for s in everyone]}). Cut as "
-                "torch.chunk does"
+                f"from_local: the pieces do not form {spec!r}: rank {rank} has {list(sizes)}, and "
+                f"{list(wanted)} is expected (all pieces: {[list(s) for s in everyone]}). Split "
+                "the tensor as torch.chunk does"
             )
 
 

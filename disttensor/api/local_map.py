@@ -48,13 +48,14 @@ def local_map(
     device_mesh: Any = None,
     out_shapes: Any = None,
 ) -> Callable[..., Any]:
-    """Returns a function that calls ``fn`` with regular local tensors, differentiably. The
-    placements are given by name, as torch's ``local_map`` has another order.
+    """Returns a function that calls ``fn`` with regular local tensors, differentiably. Give the
+    placements by name: torch's ``local_map`` takes ``out_placements`` first.
 
     Ranks off the mesh make the call too, and receive the metadata of results: in every call, or
     with ``out_shapes`` in the first of its kind (in a pipeline, of each micro-batch).
 
     Args:
+        fn: a function of tensors and other values. Tensors in lists, tuples and dicts count.
         in_placements: placements of each tensor argument, which is resharded to them; None keeps
             its own.
         out_placements: placements of each result (one sequence for a single result); None for a
@@ -66,6 +67,10 @@ def local_map(
             mesh of the DistTensors. DistTensors may be on other meshes of the same ranks.
         out_shapes: the global shape of each result. Without it the shapes follow from the pieces,
             whose sizes are exchanged.
+
+    Raises:
+        ValueError: if placements, shapes or meshes do not fit the tensors or the results.
+        TypeError: for a result that is no tensor and has placements.
 
     >>> x = dt.ones(4, mesh=mesh, placements=[dt.Shard(0), dt.Replicate()])
     >>> twice = dt.local_map(lambda piece: piece * 2, out_placements=[dt.Shard(0), dt.Replicate()])
@@ -83,7 +88,7 @@ def local_map(
         device_mesh = as_mesh("local_map: device_mesh", device_mesh)
     if out_placements is _NOT_GIVEN:
         raise ValueError(
-            "local_map: out_placements says what the results are; give placements for each result"
+            "local_map: out_placements is required: give the placements of each result"
         )
     for name, given in (
         ("in_placements", in_placements),
@@ -161,7 +166,9 @@ def _by_position(positional: tuple[Any, ...], named: tuple[Any, ...]) -> tuple[A
         stacklevel=3,
     )
     if len(positional) > 3:
-        raise TypeError(f"local_map: 4 positions at most, and {1 + len(positional)} were given")
+        raise TypeError(
+            f"local_map takes at most 4 arguments by position, and {1 + len(positional)} were given"
+        )
     return tuple(by_name or p for by_name, p in zip_longest(named, positional))
 
 
@@ -170,12 +177,12 @@ def _checked_shapes(shapes: Any, count: int, nested: bool) -> Sequence[Any]:
     if shapes is None:
         return [None] * count
     who = "local_map: out_shapes"
-    given = check_sequence(who, shapes if nested else [shapes], "a shape a result")
+    given = check_sequence(who, shapes if nested else [shapes], "one shape for each result")
     for shape in given:
         if shape is not None:
             check_shape(who, shape)
     if len(given) != count:
-        raise argument_error(who, shapes, "one for each of out_placements", ValueError)
+        raise argument_error(who, shapes, "one shape for each entry of out_placements", ValueError)
     return given
 
 
@@ -184,8 +191,8 @@ def _mesh_of(fn: Any, args: Any, kwargs: Any, device_mesh: ProcessMesh | None) -
     tensors = collect((args, kwargs), [])
     if _number(find_tensors((args, kwargs))) > _number(tensors):
         raise TypeError(
-            "local_map: a DistTensor in a dataclass: fn gets the pieces of tensors in lists, "
-            "tuples and dicts; give the fields as arguments of their own"
+            "local_map: an argument has a DistTensor in a dataclass, and fn gets the pieces of "
+            "tensors in lists, tuples and dicts only; give the fields as arguments of their own"
         )
     if _number(tensors):
         if device_mesh is None:
@@ -206,8 +213,9 @@ def _mesh_of(fn: Any, args: Any, kwargs: Any, device_mesh: ProcessMesh | None) -
 def _varying(
     mesh: ProcessMesh, specs: Sequence[DistSpec], outs: Sequence[Any], grads_given: bool
 ) -> dict[ProcessMesh, set[int]]:
-    """Returns, for each mesh, the axes over which arguments or results vary. What varies over one
-    mesh varies over the axes of another only if it differs on all ranks."""
+    """Returns, for each mesh, the axes over which arguments or results vary. With several meshes,
+    the axes of one say nothing about the axes of another, unless a tensor varies over all of its
+    mesh: then the locals differ on all ranks."""
     vary = {mesh: {a for o in outs for a, p in enumerate(o or ()) if str(as_placement(p)) != "R"}}
     for s in specs:
         vary.setdefault(s.mesh, set()).update(s.layout.varies())
@@ -216,8 +224,9 @@ def _varying(
     every = {m: {a for a, n in enumerate(m.shape) if n > 1} for m in vary}
     if not (grads_given or any(vary[m] >= every[m] for m in vary)):
         raise ValueError(
-            f"local_map: the tensors are on {' and '.join(map(repr, vary))}, and none differs on "
-            "all ranks, so the gradients are not known: give in_grad_placements for each tensor"
+            f"local_map: the tensors are on {' and '.join(map(repr, vary))}, and none is split or "
+            "pending over all axes of its mesh, so the placements of the gradients are not known: "
+            "give in_grad_placements for each tensor"
         )
     return every
 

@@ -8,10 +8,10 @@
 
 A use of a replicated value *varies* over a mesh axis if each rank combines the value with a
 different piece; in JAX it goes through ``pvary``, whose transpose is ``psum``. A ``GradType`` is a
-spec with the axes of the third row. ``gradient_type`` computes the table; applied twice it returns
-the same type, except that P(avg) becomes P(sum). All reshards within a mesh use one autograd
-function, ``ReshardFunction``: its backward is the reshard between the gradient types, and so on for
-every order.
+spec with the axes over which its use varies (the third row). ``gradient_type`` computes the table;
+applied twice it returns the same type, except that P(avg) becomes P(sum). All reshards within a
+mesh use one autograd function, ``ReshardFunction``: its backward is the reshard between the
+gradient types, and so on for every order.
 """
 
 from __future__ import annotations

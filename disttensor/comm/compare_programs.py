@@ -109,7 +109,7 @@ def record_entry(what: str, spec: Any) -> None:
 def record_draw(mesh: Any, seed: int, call: int) -> None:
     """Records a random call on ``mesh``, which draws the same numbers on all ranks."""
     if _is_compared(mesh):
-        words = f"random numbers of seed {seed}, call {call}"
+        words = f"random call {call} of seed {seed}"
         record_call(CallSignature(lambda: words, mesh, 1, "a random call", draws=True))
 
 
@@ -248,15 +248,18 @@ def difference(name: str, number: int, calls_of: dict[int, Any]) -> str:
     lines = []
     for _, ranks in (most, *others):
         place, calls = calls_of[ranks[0]]
-        words, line = calls[shared] if shared < len(calls) else ("no more calls before", place)
         who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"
-        lines.append(f"{who}: {words} ({line})")
+        text = f"made no further call before the step ({place})"
+        if shared < len(calls):
+            words, line = calls[shared]
+            text = f"ran {words} ({line})"
+        lines.append(f"{who} {text}")
     return (
         f"the ranks of {name} do not run the same program. Before optimizer step {number}, after "
         f"{shared} calls that are the same: " + "; ".join(lines) + ". The lines are those where a "
-        "call of this kind was first made. Every rank makes the same calls on tensors of the same "
-        "global shapes; what one rank computes for itself alone, it computes of x.detach() without "
-        "writing to it, or of regular tensors: x.to_local()"
+        "call of this kind was first made. Make the same calls on every rank, on tensors of the "
+        "same global shapes. For a computation on one rank use x.detach(), without writing to it, "
+        "or a regular tensor: x.to_local()"
     )
 
 

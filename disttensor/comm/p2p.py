@@ -82,9 +82,9 @@ def channels(count: int) -> list[int]:
     free = CHANNELS - 1 - retired
     if retired and count > free:
         raise RuntimeError(
-            f"pipeline.run: runs of {retired} micro-batches have failed, so {free} of the "
-            f"{CHANNELS - 1} numbers for their messages are left, and {count} are needed: start "
-            "the processes again, or call destroy_process_group and init_process_group"
+            f"pipeline.run: failed runs have used up {retired} of {CHANNELS - 1} channels for the "
+            f"messages of micro-batches; {free} are left, and this run needs {count}. Start the "
+            "processes again, or call destroy_process_group and init_process_group"
         )
     return [1 + retired + i % free for i in range(count)]
 

@@ -73,8 +73,8 @@ class CallPlan:
     untracked_writes  autograd does not count these writes: fused kernels, custom operators.
     may_reuse         for each tensor: True if pending, so that an earlier reduction may be read.
     reduce_first      for each tensor the spec to reduce it to before the call is dispatched again.
-    draws             off the mesh: the call draws random numbers. A function of the arguments
-                      returns True where such a call draws none.
+    draws             off the mesh: True if the call draws random numbers; or a function of the
+                      arguments that returns True if the call draws none.
     broadcasts_shape  shapes depend on data: a rank of the mesh sends them to ranks off the mesh.
     is_simple         no tensor is resharded, written or viewed, and there is one result.
     native            the C code may run this call.

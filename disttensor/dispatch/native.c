@@ -6,7 +6,7 @@
  * reads the locals, calls the local function on them, and wraps the results. Python carries out all
  * other calls:
  *
- *     the key is not certain          disttensor.dispatch.dispatch.dispatch
+ *     C cannot compute the key        disttensor.dispatch.dispatch.dispatch
  *     the first call of a key         dispatch.first_call, which returns the plan, too
  *     the plan is not native,
  *     or an argument does not fit     run.carry_out, before anything has run
@@ -20,8 +20,8 @@
  * Only the public C API of Python is used, and no header of torch: attributes of tensors are read
  * by their descriptors. Python code that runs inside a call may enter this module again or clear the
  * dict, so a plan is held while it runs, and the length of a list is read again after each step. The
- * code relies on the global lock: builds of Python without it are refused, and so are
- * sub-interpreters. There is one module in a process, so its state is a static value.
+ * code relies on the GIL: free-threaded builds of Python are refused, and so are sub-interpreters.
+ * There is one module in a process, so its state is a static value.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -31,7 +31,7 @@
 #include <structmember.h>
 
 #ifdef Py_GIL_DISABLED
-#error "disttensor has no C code for builds of Python without the global lock"
+#error "disttensor's C code does not support free-threaded Python (without the GIL)"
 #endif
 #if SIZEOF_VOID_P != 8
 #error "disttensor's C code uses the lowest three bits of addresses"
@@ -220,7 +220,7 @@ add_regular(Words *words, PyObject *tensor)
     return certain;
 }
 
-/* Appends the words of an argument, as key_of. 0: it has no certain ones; an error may be set. */
+/* Appends the words of an argument, as key_of in key.py. 0: C has none; an error may be set. */
 static int
 add_argument(Words *words, PyObject *value, int depth)
 {
@@ -305,12 +305,12 @@ add_call(Words *words, const Call *call)
     return 1;
 }
 
-/* Returns the key of a call, or NULL where it has no certain one; an error may be set. ``kept``, a
+/* Returns the key of a call, or NULL if C cannot compute it; an error may be set. ``kept``, a
  * list or NULL, gets the objects whose addresses are in the key. */
 static PyObject *
 key_of(const Call *call, PyObject *kept)
 {
-    Words words; /* most of it is left as it is */
+    Words words; /* mostly uninitialized, which is faster */
     words.length = 0;
     words.kept = kept;
     if (!add_call(&words, call)) {
@@ -777,8 +777,8 @@ fits(const NativePlan *p, const Call *call, PyObject *tensors)
     return fine;
 }
 
-/* Returns whether nothing but the local of x reads x, and, of a leaf, aliases that share its memory.
- * -1: an error. */
+/* Returns whether x has no alias or origin that a write makes stale. Aliases of a leaf share its
+ * memory and stay. -1: an error. */
 static int
 has_no_uses(PyObject *x)
 {
@@ -796,9 +796,9 @@ has_no_uses(PyObject *x)
     return none;
 }
 
-/* After a write to x: as mark_written of disttensor.dispatch.writes. -1: an error. */
+/* Invalidates what was kept of the old value of x, as writes.mark_written. -1: an error. */
 static int
-written(PyObject *x)
+mark_written(PyObject *x)
 {
     int nothing = !PyObject_IsTrue(state.LIVE) && !PyObject_IsTrue(state.INFERENCE);
     nothing = nothing ? is_none(x, state.str._reduced) : 0;
@@ -814,7 +814,7 @@ written(PyObject *x)
 /* After a call in place: counts the writes that autograd does not count, and invalidates the uses of
  * the old values. -1: an error. */
 static int
-written_all(const NativePlan *p, PyObject *tensors)
+mark_all_written(const NativePlan *p, PyObject *tensors)
 {
     Py_ssize_t n = PyTuple_GET_SIZE(p->writes);
     PyObject *targets = PyTuple_New(n), *x;
@@ -835,7 +835,7 @@ written_all(const NativePlan *p, PyObject *tensors)
     }
     for (Py_ssize_t i = 0; !failed && i < n; i++) {
         x = PyTuple_GET_ITEM(targets, i);
-        failed = is_dist(x) ? written(x) : 0;
+        failed = is_dist(x) ? mark_written(x) : 0;
     }
     Py_XDECREF(targets);
     return failed;
@@ -911,7 +911,7 @@ run_in_mesh(const NativePlan *p, Call *call, PyObject *tensors)
         result = finish(p, call, out);
     }
     else if (out) {
-        result = written_all(p, tensors) < 0 ? NULL
+        result = mark_all_written(p, tensors) < 0 ? NULL
                  : out == Py_None            ? Py_NewRef(Py_None)
                                              : Py_NewRef(argument(call, 0));
         Py_DECREF(out);
@@ -923,7 +923,7 @@ run_in_mesh(const NativePlan *p, Call *call, PyObject *tensors)
 }
 
 /* Returns the token of a result off the mesh, from the tokens of its sources. NULL without an error:
- * two of them are of transfers, and Python joins them. */
+ * two sources depend on transfers, and Python joins their tokens. */
 static PyObject *
 join(const NativePlan *p, PyObject *tensors)
 {
@@ -1090,8 +1090,8 @@ first_call(const Call *call, PyObject *key, PyObject *kept)
     return result;
 }
 
-/* Finds the plan of a call, which *key is then set for. NULL: there is none, or an error that *key
- * cannot be made; *key is NULL then. */
+/* Returns the plan of a call, and sets *key. NULL: there is no plan; or there is no key, which is
+ * NULL then, and an error may be set. */
 static NativePlan *
 find(const Call *call, PyObject **key)
 {
@@ -1111,7 +1111,7 @@ clear_error(void)
 }
 
 static PyObject *
-carry_out(Call *call)
+find_and_run(Call *call)
 {
     PyObject *key, *kept = NULL, *result;
     NativePlan *p = find(call, &key);
@@ -1134,7 +1134,7 @@ carry_out(Call *call)
     return result;
 }
 
-/* Returns whether torch passes calls to __torch_function__ of the class, and to nobody before. */
+/* Returns whether torch calls __torch_function__ of DistTensor first, before any function mode. */
 static int
 calls_are_ours(void)
 {
@@ -1163,7 +1163,7 @@ call_method(PyObject *self, PyObject *const *given, size_t flags, PyObject *keyw
     Py_ssize_t n = PyVectorcall_NARGS(flags), named = keywords ? PyTuple_GET_SIZE(keywords) : 0;
     if (state.enabled && n && is_dist(given[0]) && n + named <= MOST_ARGUMENTS
         && state.nested < MOST_NESTED && calls_are_ours()) {
-        Call call; /* most of it is left as it is */
+        Call call; /* mostly uninitialized, which is faster */
         call.func = of->function;
         call.args = call.kwargs = NULL;
         call.first = given;
@@ -1253,7 +1253,7 @@ make_method(PyObject *Py_UNUSED(module), PyObject *const *given, Py_ssize_t n)
 static PyObject *
 dispatch(PyObject *Py_UNUSED(module), PyObject *const *given, Py_ssize_t n, PyObject *keywords)
 {
-    Call call; /* most of it is left as it is */
+    Call call; /* mostly uninitialized, which is faster */
     int is_usual = !keywords && n >= 3 && n <= 4;
     call.func = is_usual ? given[0] : NULL;
     call.args = is_usual ? given[2] : NULL;
@@ -1284,7 +1284,7 @@ dispatch(PyObject *Py_UNUSED(module), PyObject *const *given, Py_ssize_t n, PyOb
     }
     state.nested++;
     result = state.nested > MOST_NESTED ? dispatch_in_python(&call)
-                                         : carry_out(&call);
+                                         : find_and_run(&call);
     state.nested--;
     while (call.nnamed) {
         Py_DECREF(call.names[--call.nnamed]);
@@ -1340,7 +1340,7 @@ counts(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
 }
 
 static int
-start(PyObject *module)
+init_module(PyObject *module)
 {
     if (state.plans || PyInterpreterState_Get() != PyInterpreterState_Main()) {
         PyErr_SetString(PyExc_ImportError,
@@ -1365,14 +1365,14 @@ start(PyObject *module)
 static PyMethodDef methods[] = {
     {"dispatch", (PyCFunction)(void (*)(void))dispatch, METH_FASTCALL | METH_KEYWORDS,
      "dispatch(func, types, args=(), kwargs=None)\n--\n\n"
-     "DistTensor.__torch_function__. As a builtin it is no method, and torch gets it unbound."},
+     "DistTensor.__torch_function__. A builtin is not bound to the class, so torch passes no class."},
     {"configure", (PyCFunction)(void (*)(void))configure, METH_VARARGS | METH_KEYWORDS,
      "configure(**references)\n--\n\n"
      "Takes what this code calls and reads, by the names of REFERENCES."},
     {"counts", counts, METH_NOARGS,
      "counts()\n--\n\n"
-     "Returns the calls so far: with a known key, those of them that ran in C, first ones of a\n"
-     "key, those without a certain key, and known ones past torch's parser; and the known keys."},
+     "Returns the numbers of calls so far: with a known key, of these in C, first calls of a key,\n"
+     "without a key in C, known without torch's parser; and the number of known keys."},
     {"method", (PyCFunction)(void (*)(void))make_method, METH_FASTCALL,
      "method(of_tensor, function)\n--\n\n"
      "Returns a method for DistTensor in place of one of torch.Tensor. ``function``: what torch\n"
@@ -1383,7 +1383,7 @@ static PyMethodDef methods[] = {
     {NULL},
 };
 
-static PyModuleDef_Slot slots[] = {{Py_mod_exec, start}, {0, NULL}};
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, init_module}, {0, NULL}};
 
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,

@@ -66,17 +66,20 @@ def _compiled() -> tuple[Any, str]:
     if os.environ.get("DISTTENSOR_PYTHON", "0") not in ("", "0"):
         return None, "DISTTENSOR_PYTHON is set"
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
-        return None, "this Python runs without the global lock"
+        return None, "this Python runs without the GIL"
     try:
         found = import_module("disttensor.dispatch._native")
     except ImportError as error:
         if not isinstance(error, ModuleNotFoundError):
             return None, str(error)
         here = _FILE.exists()
-        return None, f"it was not compiled: {'make native' if here else 'no C compiler was found'}"
+        return (
+            None,
+            f"it was not compiled: {'run make native' if here else 'no C compiler was found'}",
+        )
     # a checkout has the file, an installed package does not
     if _FILE.exists() and f"{zlib.crc32(_FILE.read_bytes()):08x}" != found.SOURCE:
-        return None, "it was compiled of another native.c: make native"
+        return None, "it was compiled from another native.c: run make native"
     return found, ""
 
 
@@ -130,7 +133,7 @@ def in_c() -> bool:
 
 def active() -> str:
     """Returns "C", or "Python" with the reason, as text for people."""
-    return "C" if _in_c else f"Python ({why or 'asked for'})"
+    return "C" if _in_c else f"Python ({why or 'chosen by native.using'})"
 
 
 @contextmanager

@@ -23,17 +23,18 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def capture(step: F, *, warmup: int = 4, check: bool = False) -> F:
-    """Returns ``step``, a function that runs one step of training, as a CUDA graph.
+    """Returns a function that captures ``step``, one step of training, as a CUDA graph and launches
+    the graph. On the CPU it runs ``step`` and checks that it could be captured.
 
     The first ``warmup`` calls run eagerly, on a side stream, and the last of them is checked. The
     next call captures the step. This and all later calls copy their arguments to the memory of the
     capture, launch the graph, and return the tensors of the capture, which the next call
     overwrites. On the CPU every call runs eagerly, and is checked from the last warm-up call on.
 
-    The step may read no value on the host, create no process group and draw no random numbers of
+    The step must not read a value on the host, create a process group, or draw random numbers of
     DistTensors. Each call runs the same operators, with the same constants, on memory at the same
-    addresses; memory that the step itself allocates may move. All ranks must call ``capture`` and
-    the step alike.
+    addresses; memory that the step itself allocates may move. All ranks must make the same calls of
+    ``capture`` and of the step.
 
     Args:
         step: a function of tensors and constants; its results are returned without their graph.

@@ -1,5 +1,5 @@
-"""Communication beside computation in graphs of inductor: a reshard starts as soon as its local is
-there, and is waited for before the first call that reads its result.
+"""Overlaps reshards with computation in graphs of inductor: a reshard starts as soon as its local
+is computed, and is waited for before the first call that reads its result.
 
 The operators keep their order among each other, so all ranks send the same messages in one order.
 """
@@ -24,8 +24,8 @@ def with_late_waits(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def wait_late(graph: Graph) -> None:
-    """Moves each ``start_reshard`` before all that it does not need, and each ``wait_reshard`` down
-    to the first call that reads its result."""
+    """Moves each ``start_reshard`` up to its last input, but not above a write or the operator with
+    effects before it, and each ``wait_reshard`` down to the first call that reads its result."""
     ops = torch.ops.disttensor
     waits = [_unordered(n) for n in graph.nodes if ops.wait_reshard.default in n.args]
     for node in [n for n in graph.nodes if ops.start_reshard.default in n.args]:
@@ -35,8 +35,9 @@ def wait_late(graph: Graph) -> None:
 
 
 def _unordered(wait: Node) -> Node:
-    """Replaces an operator with effects by its call, which has no place in their order. Until here
-    the effects have kept it in the forward: a second wait would find its memory in use."""
+    """Replaces an operator with effects by its call, which has no place in their order. Up to this
+    pass the effects keep the partitioner from running the wait again in the backward, where its
+    memory may have been reused."""
     token, operator, *given = wait.args
     call = wait.graph.create_node("call_function", operator, tuple(given))  # type: ignore[arg-type]
     wait.append(call)

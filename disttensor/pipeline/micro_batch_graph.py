@@ -1,10 +1,10 @@
 """The graph of one micro-batch, cut where its tensors go from mesh to mesh.
 
-A single ``loss.backward()`` would run the transfers of the backward inside autograd, one blocking
-after another. A schedule does other work while it waits. So autograd sees each visit of this rank
-separately: received tensors are leaves that keep their gradients; sent tensors are roots whose
-gradients are received first. A backward of one *visit* (the time from a receive to the next receive
-after a send) is one call of autograd.
+A single ``loss.backward()`` would run the transfers of the backward inside autograd, where each
+blocks the next. A schedule does other work while it waits. So autograd sees each *visit* of this
+rank separately. A visit begins with a receive, and ends before the first receive that follows a
+send. Received tensors are leaves that keep their gradients; sent tensors are roots whose gradients
+are received first. The backward of one visit is one call of autograd.
 """
 
 from __future__ import annotations
@@ -61,9 +61,11 @@ class MicroBatchGraph:
     """The transfers of one micro-batch as they happen; then its backward, visit by visit, from the
     last to the first.
 
-    ``pause()`` is called at the end of a visit; ``waiting(wait)`` calls ``wait`` and may record its
-    time. ``most_visits``: of a mesh. ``has_boundaries``: a visit may follow another visit of the
-    same mesh, see ``next_visit``.
+    Args:
+        pause: is called at the end of a visit.
+        waiting: calls a function that blocks, and may record its time.
+        most_visits: the largest number of visits of one mesh.
+        has_boundaries: a visit may follow another visit of the same mesh, see ``next_visit``.
     """
 
     def __init__(
@@ -103,16 +105,16 @@ class MicroBatchGraph:
 
     def record_transfer(self, src: ProcessMesh, dst: ProcessMesh, with_grad: bool) -> None:
         """Records a transfer of the program between two meshes, also if this rank takes no part.
-        Raises ValueError, before the transfer, for one visit too many or out of order."""
+        Raises ValueError, before a message is sent, if ``dst`` is visited too often or out of
+        order, or if a recomputed region uses meshes that share only some of their ranks."""
         if dst in self._left:
             self._counts[dst] += 1
             self._left.discard(dst)
         self._left.add(src)
         if self._counts[dst] >= self.most_visits:
             raise ValueError(
-                f"pipeline.run: the step visits {dst!r} more often than stages= names it, at "
-                f"{user_line()}: {self.most_visits} visits. Name the meshes in the order of all "
-                "visits"
+                f"pipeline.run: at {user_line()} the step visits {dst!r} more often than stages= "
+                f"names it: {self.most_visits} times. Name the meshes in the order of all visits"
             )
         if self.order is not None and (with_grad or self.has_boundaries):
             self._check_order(self.order, src, dst)
@@ -188,8 +190,8 @@ class MicroBatchGraph:
         return self.waiting(arrival.wait) if receives else arrival.wait()
 
     def _end_visit(self) -> None:
-        """Pauses, if this rank's visit is over, before a receive of metadata from another mesh,
-        whose visit may run later. Another micro-batch goes on."""
+        """Pauses this micro-batch, if this rank's visit is over, before it receives metadata from
+        another mesh, which may send them later. Another micro-batch runs meanwhile."""
         if self.state is ProgramState.SENT:
             self.state = ProgramState.PAUSED
             self.pause()
@@ -232,7 +234,8 @@ class MicroBatchGraph:
         return received(anchor, [value], transfer)
 
     def _visit_of(self, local: Tensor, latest: int) -> int:
-        """Returns the visit whose graph holds ``local``, as a skip connection is sent later."""
+        """Returns the visit whose graph holds ``local``. A skip connection is sent in a later visit
+        than the visit that computed it."""
         if local.grad_fn is None or not latest:
             return latest
         number = node_number(local.grad_fn)
@@ -248,9 +251,8 @@ class MicroBatchGraph:
             for mesh, n in Counter(mesh for mesh, _ in groupby(self.order)).items():
                 if self._counts[mesh] < n - 1:
                     raise ValueError(
-                        f"pipeline.run: the step has left {mesh!r} for good after "
-                        f"{self._counts[mesh] + 1} visits, and stages={list(self.order)} "
-                        f"names more. {_GIVE_ORDER}"
+                        f"pipeline.run: the step visited {mesh!r} {self._counts[mesh] + 1} times, "
+                        f"but stages={list(self.order)} names more visits. {_GIVE_ORDER}"
                     )
         if not loss.is_initialized:
             _need_grads(loss.local)
@@ -312,7 +314,11 @@ class MicroBatchGraph:
             number = node_number(node)
             if any(a <= number < b for a, b in self._regions):
                 return REGION
-            return "" if is_own_node(node) else "made of what an earlier visit computed"
+            return (
+                ""
+                if is_own_node(node)
+                else "the weight is computed from a result of an earlier visit"
+            )
 
         split = SplitBackward(
             roots, grads, keep_whole=keep_whole, is_own_node=is_own_node, engine=run_given

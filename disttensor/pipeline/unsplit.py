@@ -25,11 +25,11 @@ def warn_unsplit(found: Iterable[UnsplitWeights], stage: int) -> None:
 
     def text() -> str:
         return (
-            f"pipeline.run: stage {stage} made gradients of weights together with those of its "
-            "inputs (in I, or in B where none is left for W). Right, but slower than the schedule "
-            "could be:\n"
+            f"pipeline.run: stage {stage} could not defer the gradients of these weights, and "
+            "computed them with the gradients of its inputs. The result is right, but the schedule "
+            "has more idle time:\n"
             + "".join(f"  {_list(weights)}: {why}\n" for why, weights in by_reason.items())
-            + '"1f1b", with whole backwards, loses nothing by it. (Said once.)'
+            + 'The schedule "1f1b" loses nothing by this. This warning is given once'
         )
 
     warn_once((stage, *((why, *(w.shape for w in ws)) for why, ws in by_reason.items())), text)

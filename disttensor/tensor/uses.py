@@ -6,7 +6,7 @@ has another meaning (``disttensor.autograd.grad_types``). ``mode_of`` says how a
     LEAF      the local is a leaf without hooks: a second leaf with the same memory, which collects
               a gradient of its own
     DERIVED   the tensor was made from others: ``origin(axes)`` makes it from them again
-    LOCAL     any other tensor, and one with hooks: the local, moved in the graph
+    LOCAL     any other tensor, and one with hooks: the local, behind a node whose backward reduces
 
 Transitions: ``set_origin`` (to DERIVED), ``hook`` (to LOCAL), ``invalidate`` (after a write, from
 DERIVED to LOCAL or LEAF). A tensor gets its Uses with its first alias.
@@ -47,9 +47,12 @@ class Alias(NamedTuple):
 
 
 class Uses:
-    """``aliases``: by the axes over which their uses vary. ``origin``: of a DERIVED tensor.
-    ``frozen``: aliases from before hooks were registered, or of other regions. ``hooked``: the leaf
-    has hooks, which must see the reduced gradient."""
+    """
+    aliases  by the axes over which their uses vary.
+    origin   makes the aliases of a DERIVED tensor.
+    frozen   aliases from before hooks were registered, or of other regions.
+    hooked   True for a leaf with hooks, which must see the reduced gradient.
+    """
 
     aliases: dict[Axes, Alias] | None = None
     origin: Origin | None = None

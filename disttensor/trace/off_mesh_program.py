@@ -96,7 +96,7 @@ def trace(
             raise Untraceable("it changes an input in place")
         draws = before.draws_until(world_state())
         if not torch.equal(torch_state, torch.default_generator.get_state()):
-            raise Untraceable("it draws numbers of its own")
+            raise Untraceable("it draws from torch's own generator")
         numbers = {id(x): i for i, x in reversed(list(enumerate(inputs)))}
         tokens = {mark.grad_fn: numbers[i] for i, mark in marks.items()}
         results: list[DistSpec] = []
@@ -107,7 +107,7 @@ def trace(
             if same is None and (
                 value.is_initialized or id(value) in kept or id(value) not in known
             ):
-                raise Untraceable("it gives a tensor that it did not compute")
+                raise Untraceable("it returns a tensor that it did not compute")
             results.append(value.spec)
             viewed = views.base_of(value)
             while viewed is not None and id(viewed) not in numbers:
@@ -142,7 +142,7 @@ def _check(value: Any) -> None:
         for v in value:
             _check(v)
     elif not isinstance(value, DistTensor) and type(value) not in CONSTANTS:
-        raise Untraceable(f"it gives a {type(value).__name__}")
+        raise Untraceable(f"it returns a {type(value).__name__}")
 
 
 def _mark(local: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ def _sources(value: DistTensor, tokens: dict[Any, int], no_source: int) -> tuple
     if not local.requires_grad:
         return ()
     if not torch.is_grad_enabled() or local.grad_fn is None:
-        raise Untraceable("it gives a tensor that requires grad by itself")
+        raise Untraceable("it returns a tensor that requires grad but depends on no input")
     ends = {*tokens, token.no_source_token(local.device).grad_fn}
     nodes = nodes_of([local], ends)
     if any(all(n is None for n, _ in node.next_functions) for node in nodes - ends):

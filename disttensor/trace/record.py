@@ -58,9 +58,14 @@ Function = Callable[..., Any]
 
 
 class Program(NamedTuple):
-    """A recorded forward: ``run(*inputs)`` runs it; ``calls``: calls compared with other ranks;
-    ``cut``: (source, True if it is a leaf without hooks) where this matters; ``written``: the names
-    of the sources that it writes to; ``parameters``, ``lines``, ``result``: ``text`` as data."""
+    """A recorded forward.
+
+    run         ``run(*inputs)`` runs it.
+    text        its source; ``parameters``, ``lines`` and ``result`` are the text as data.
+    calls       are compared with other ranks.
+    cut         sources that are read for a reshard, each with True if it was a leaf without hooks.
+    written     names of the sources that it writes to.
+    """
 
     run: Function
     text: str
@@ -128,6 +133,8 @@ class _RegularCalls(TorchFunctionMode):
 
 
 class CallRecorder(Observer):
+    """The observer that writes a Tape. ``why``: the first reason why there is no program."""
+
     sees_calls = True
 
     def __init__(
@@ -192,12 +199,14 @@ class CallRecorder(Observer):
         kind = kind_of(func)
         if kind == QUESTION:
             if self.opening and not by_spec(func):
-                self.refuse("it looks at memory")
+                self.refuse(
+                    f"a local function calls {name_of(func)}, whose result depends on memory"
+                )
             return func(*args, **kwargs)
         if kind in (REFUSED, ASSIGNMENT):
             self.refuse(f"it calls {name_of(func)}")
         if any(isinstance(a, torch.Generator) for a in (*args, *kwargs.values())):
-            self.refuse("it draws from a generator of its own, which it may seed anew")
+            self.refuse("it draws from a torch.Generator, which it may seed in each call")
         inner = None if self.why else body(func)
         if inner is not None:
             with self.mode:  # records the calls of the body
@@ -224,10 +233,12 @@ class CallRecorder(Observer):
             same_grad = now.settings._replace(grad=self.grad)
             if now._replace(settings=same_grad) != self.ambient:
                 raise Untraceable(
-                    "it switches autocast, inference mode, checkpointing or a policy inside"
+                    "it changes autocast, inference mode, checkpointing or a setting inside"
                 )
             if grad is not self.grad and self.opening:
-                raise Untraceable("a function with a backward of its own")
+                raise Untraceable(
+                    "a local function changes the grad mode, as a custom autograd.Function does"
+                )
             order = permuted(func, args, kwargs) or ()
             if grad is not self.grad:
                 func, args, order = in_mode, (grad, func, *args), ()
@@ -310,13 +321,13 @@ class CallRecorder(Observer):
         if planned.call is not None and planned.call.mesh is not None:
             self.calls.append(planned.call)
         if type(planned) is PythonCall and not (self.quiet or self.within):
-            self.refuse("a custom autograd.Function of DistTensors, which gathers them")
+            self.refuse("it calls a custom autograd.Function, which gathers its DistTensors")
 
     def communicate(self, record: Any) -> None:
         self.comms += 1
 
     def exchange_objects(self) -> None:
-        self.refuse("ranks tell each other sizes in it (local_map: give out_shapes)")
+        self.refuse("it exchanges sizes between ranks (give out_shapes to local_map)")
 
     def seed(self) -> None:
         self.follow_generator()  # if the call draws, the count of random calls changes
@@ -344,7 +355,7 @@ class CallRecorder(Observer):
         if x._view_state is not None or (
             views.LIVE and storage_id(x.local.untyped_storage()) in views.LIVE
         ):
-            self.refuse("it writes to what stands for a view of another tensor")
+            self.refuse("it writes to a copy in place of a view of another tensor")
         self.wrote(x)
 
     def source_of(self, x: Any) -> str | None:

@@ -49,7 +49,7 @@ class Results:
         if isinstance(value, dict) and hasattr(value, "to_tuple"):  # of transformers
             words = ", ".join(f"{k}={self.text(v)}" for k, v in value.items())
             return f"{self.tape.constant(kind)}({words})"
-        raise Untraceable(f"it gives a {kind.__name__}")
+        raise Untraceable(f"it returns a {kind.__name__}")
 
     def tensor(self, x: DistTensor) -> str:
         source = self.tape.source_of(x)
@@ -71,9 +71,9 @@ class Results:
 
     def _new(self, x: DistTensor) -> str:
         if x._is_param:
-            raise Untraceable("it gives a parameter that it has made")
+            raise Untraceable("it returns a parameter that it has made")
         if x._view_state is not None:
-            raise Untraceable("it gives a copy in place of a view, or a tensor by .data")
+            raise Untraceable("it returns a copy in place of a view, or a tensor by .data")
         local, spec = self.tape.text(x.local), self.tape.constant(x.spec)
         name = self.tape.new_variable()
         make, kind = self.tape.constant(make_subclass), self.tape.constant(DistTensor)

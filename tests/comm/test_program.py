@@ -32,8 +32,8 @@ def test_a_difference_is_told_by_camps_with_the_lines_of_both():
     notes = {r: ["SGD.step at a.py:9", calls[: 1 if r == 2 else 2]] for r in range(4)}
     text = difference("ProcessMesh(dp=4)", 3, notes)
     assert "Before optimizer step 3, after 1 calls that are the same" in text
-    assert "ranks [0, 1, 3]: torch.mul(f32[4]) (a.py:2)" in text
-    assert "rank 2: no more calls before (SGD.step at a.py:9)" in text
+    assert "ranks [0, 1, 3] ran torch.mul(f32[4]) (a.py:2)" in text
+    assert "rank 2 made no further call before the step (SGD.step at a.py:9)" in text
     assert difference("ProcessMesh(dp=4)", 3, dict.fromkeys(range(2), notes[0])) == ""
 
 
@@ -107,11 +107,11 @@ def train(mesh, stage, rows, change, quiet=False, folder=None):
 def test_the_rank_that_left_the_program_is_named_at_the_next_step():
     odd = dist.get_rank() == 1
     for change, stage, rows, words in [
-        ("length", 0, 6, r"shard_tensor f32\[6@dp, 4\].*rank 1: shard_tensor f32\[4@dp, 4\]"),
-        ("length", 3, 6, r"shard_tensor f32\[6@dp, 4\].*rank 1: shard_tensor f32\[4@dp, 4\]"),
-        ("clip", 0, 6, r"rank 1: torch._foreach_mul_"),
-        ("forward", 0, 6, r"rank 1: torch.Tensor.mul\(f32\[6@dp, 2\], 2\)"),
-        ("write", 0, 6, r"rank 1: torch.Tensor.mul_"),
+        ("length", 0, 6, r"shard_tensor f32\[6@dp, 4\].*rank 1 ran shard_tensor f32\[4@dp, 4\]"),
+        ("length", 3, 6, r"shard_tensor f32\[6@dp, 4\].*rank 1 ran shard_tensor f32\[4@dp, 4\]"),
+        ("clip", 0, 6, r"rank 1 ran torch._foreach_mul_"),
+        ("forward", 0, 6, r"rank 1 ran torch.Tensor.mul\(f32\[6@dp, 2\], 2\)"),
+        ("write", 0, 6, r"rank 1 ran torch.Tensor.mul_"),
         ("look", 0, 6, ""),
     ]:
         start_anew()
@@ -136,7 +136,7 @@ def test_ranks_under_two_attention_policies_are_found_at_the_next_step():
     start_anew()
     mesh = dt.init_mesh((2,), ("dp",))
     odd = dist.get_rank() == 1
-    with pytest.raises(dt.errors.MismatchError, match=r"rank 1: .*attention.*, 'gather'"):
+    with pytest.raises(dt.errors.MismatchError, match=r"rank 1 ran .*attention.*, 'gather'"):
         train(mesh, 0, lambda last: 6, "policy gather" if odd else "policy")
     start_anew()
 
@@ -147,7 +147,7 @@ def test_ranks_that_have_left_the_program_write_no_checkpoint(stages: int, tmp_p
     start_anew()
     mesh = dt.init_mesh((stages, 4 // stages), ("pp", "dp"))[dist.get_rank() * stages // 4]
     late = {1: "write", 2: "late"}.get(dist.get_rank(), "")
-    with pytest.raises(dt.errors.MismatchError, match=r"rank 1: torch.Tensor.mul_"):
+    with pytest.raises(dt.errors.MismatchError, match=r"rank 1 ran torch.Tensor.mul_"):
         train(mesh, 0, lambda last: 6, late, folder=tmp_path)
     assert dt.Checkpointer(tmp_path).load(model=nn.Linear(1, 1)) is None
     start_anew()
@@ -167,7 +167,7 @@ def test_ranks_that_seed_apart_are_told_at_the_next_step() -> None:
     end = time.monotonic() + 30
     while not steps.error and time.monotonic() < end:
         time.sleep(0.05)
-    said = r"rank 0: random numbers of seed 0, call 1.*rank 1: random numbers of seed 1, call 1"
+    said = r"rank 0 ran random call 1 of seed 0.*rank 1 ran random call 1 of seed 1"
     with pytest.raises(dt.errors.MismatchError, match=said):
         optimizer.step()
     start_anew()

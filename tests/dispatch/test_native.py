@@ -1178,7 +1178,7 @@ def test_what_was_compiled_of_another_file_is_not_used(
     changed = tmp_path / "native.c"
     changed.write_text("int x;")
     monkeypatch.setattr(native, "_FILE", changed)
-    assert native._compiled() == (None, "it was compiled of another native.c: make native")
+    assert native._compiled() == (None, "it was compiled from another native.c: run make native")
     monkeypatch.setattr(native, "_FILE", tmp_path / "gone.c")  # as where it is installed
     assert native._compiled() == (native.module, "")
 

@@ -89,11 +89,11 @@ def test_the_doctor_says_what_is_wrong_and_ends_with_1(
         raise TimeoutError("ranks [1] had not ended")
 
     monkeypatch.setattr(doctor, "launch", fails)
-    monkeypatch.setattr(native, "why", "it was compiled of another native.c: make native")
+    monkeypatch.setattr(native, "why", "it was compiled from another native.c: run make native")
     assert doctor.main() == 1
     wrong = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WRONG")]
     assert wrong == [
-        "WRONG  calls run in: it was compiled of another native.c: make native",
+        "WRONG  calls run in: it was compiled from another native.c: run make native",
         "WRONG  two ranks: the all-reduce failed, see above",
     ]
 

@@ -297,10 +297,10 @@ REFUSED = {
     "autocast inside": (_switched, "autocast"),
     "backward inside": (lambda x: torch.autograd.grad((x * 2).sum(), x)[0], ""),
     "leaf inside": (lambda x: (x.detach() * 2).requires_grad_(), "requires_grad_"),
-    "rng inside": (lambda x: _in_rng(x), "policy"),
+    "rng inside": (lambda x: _in_rng(x), "a setting inside"),
     "checkpoint inside": (lambda x: _checkpointed(x), "checkpointing"),
     "writes to parts": (lambda x: (x.detach().t_(), x * 2)[1], ""),
-    "returns another": (lambda x: (x * 2, object), "it gives a type"),
+    "returns another": (lambda x: (x * 2, object), "it returns a type"),
     "another class": (lambda x: (LOUD.shape, x * 2)[1], "a tensor of another class"),
 }  # fmt: skip
 
