@@ -117,16 +117,12 @@ def read_box(stored: Stored, box: Box, out: Tensor) -> None:
     direct = whole and out.dtype == stored.dtype and out.is_cpu and out.is_contiguous()
     step = count if direct else max(1, min(count, BUFFER // stored.row))
     buffer = None if direct else torch.empty(step, *stored.shape[1:], dtype=stored.dtype)
-    with stored.path.open("rb", buffering=0) as file:
+    with stored.path.open("rb") as file:
         for at in range(0, count, step):
             rows = out.narrow(0, at, min(step, count - at))
             part = rows if buffer is None else buffer[: len(rows)]
             file.seek(stored.begin + (box.offset[0] + at) * stored.row)
-            left = _bytes(part)
-            while left:
-                got = file.readinto(left)
-                if not got:
-                    raise ValueError(f"{stored.path}: it ends within {stored.name!r}")
-                left = left[got:]
+            if file.readinto(_bytes(part)) != part.nbytes:
+                raise ValueError(f"{stored.path}: it ends within {stored.name!r}")
             if buffer is not None:
                 rows.copy_(part[(slice(None), *box.slices[1:])])

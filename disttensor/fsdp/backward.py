@@ -36,7 +36,6 @@ class SegmentBackward:
         self.state = ReduceState.COLLECTING
         self.to_leave = 0  # forwards whose nodes have not all run
         self.arrived: set[int] = set()  # leaves that have their gradient
-        self.missing: set[int] = set()  # expected leaves without a gradient so far
 
 
 class ReduceOrder:
@@ -64,7 +63,6 @@ class ReduceOrder:
     def begin(self, segment: Segment) -> None:
         if segment not in self.entered:
             self.entered[segment] = self.planned[segment]
-            self.entered[segment].missing = set(segment.expected)
             companions = segment.companions
             if id(companions) not in self.together:
                 self.together.add(id(companions))
@@ -84,8 +82,8 @@ class ReduceOrder:
         if one.state in (ReduceState.REDUCING, ReduceState.LATE):
             one.state = ReduceState.LATE
             return
-        one.missing.discard(leaf)
-        if segment.expected and not one.missing:
+        expected, arrived = segment.expected, one.arrived
+        if expected and len(arrived) >= len(expected) and expected <= arrived:
             self._launch(one)
 
     def leave(self, segment: Segment, launch: bool) -> None:

@@ -113,11 +113,10 @@ def _pickled(result: object) -> bytes:
     try:
         return pickle.dumps(result)
     except Exception as error:
-        text = (
+        raise TypeError(
             f"the result, of type {type(result).__name__}, cannot be sent to the parent: {error}. "
-        )
-        text += "Return numbers, texts, regular tensors, or containers of these"
-    raise TypeError(text)
+            "Return numbers, texts, regular tensors, or containers of these"
+        ) from None
 
 
 def run_rank(
