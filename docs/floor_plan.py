@@ -1,9 +1,9 @@
-"""Draws docs/floor_plan.svg: the rooms of the house, and which imports which, from the imports.
+"""Draws docs/floor_plan.svg: a box for each package, and which imports which.
 
     python docs/floor_plan.py            writes the picture
     python docs/floor_plan.py --check    exits with 1 where the picture is not that of the imports
 
-A room is a package, or a module at the root of ``disttensor``. A room stands above all that it
+A box is a package, or a module at the root of ``disttensor``. A box stands above all that it
 imports. An arrow that follows from others (a imports b, b imports c, so a -> c) is left out.
 """
 
@@ -17,12 +17,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "docs" / "floor_plan.svg"
-WIDTH, HEIGHT, GAP, LINES = 178, 74, 14, 4  # of a room, in pixels; lines of its text
+WIDTH, HEIGHT, GAP, LINES = 178, 74, 14, 4  # of a box, in pixels; lines of its text
 DOOR = "disttensor"
 
 
-def rooms() -> dict[str, list[Path]]:
-    """The files of each room."""
+def boxes() -> dict[str, list[Path]]:
+    """The files of each box."""
     found: dict[str, list[Path]] = {"ops": [], "reshard": [], DOOR: []}
     for package in ("disttensor", "ops", "reshard"):
         for file in sorted((ROOT / package).rglob("*.py")):
@@ -35,7 +35,7 @@ def rooms() -> dict[str, list[Path]]:
 
 
 def imported(file: Path, names: set[str]) -> set[str]:
-    """The rooms that a file imports."""
+    """The boxes that a file imports."""
     found = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
@@ -53,22 +53,20 @@ def imported(file: Path, names: set[str]) -> set[str]:
 
 
 def graph() -> dict[str, set[str]]:
-    """room -> the rooms that it imports. The two files that begin with ``import disttensor`` do so
+    """box -> the boxes that it imports. The two files that begin with ``import disttensor`` do so
     for the order of loading only."""
-    files = rooms()
+    files = boxes()
     names = set(files)
-    return {
-        room: set().union(*(imported(f, names) for f in files[room])) - {room} for room in files
-    }
+    return {box: set().union(*(imported(f, names) for f in files[box])) - {box} for box in files}
 
 
 def levels(needs: dict[str, set[str]]) -> list[list[str]]:
-    """Rooms by floor, from the ground: each stands right above the highest that it imports."""
+    """Boxes by floor, from the ground: each stands right above the highest that it imports."""
     floor: dict[str, int] = {}
     while len(floor) < len(needs):
         free = [r for r in needs if r not in floor and needs[r] <= floor.keys()]
         if not free:
-            raise SystemExit(f"these rooms import each other: {sorted(needs.keys() - floor)}")
+            raise SystemExit(f"these boxes import each other: {sorted(needs.keys() - floor)}")
         floor |= {r: 1 + max((floor[n] for n in needs[r]), default=-1) for r in free}
     return [[r for r in needs if floor[r] == n] for n in range(max(floor.values()) + 1)]
 
@@ -76,23 +74,23 @@ def levels(needs: dict[str, set[str]]) -> list[list[str]]:
 def direct(needs: dict[str, set[str]]) -> set[tuple[str, str]]:
     """The arrows that do not follow from others."""
 
-    def reached(room: str) -> set[str]:
-        return needs[room].union(*(reached(n) for n in needs[room]))
+    def reached(box: str) -> set[str]:
+        return needs[box].union(*(reached(n) for n in needs[box]))
 
     return {
-        (room, n)
-        for room, ns in needs.items()
+        (box, n)
+        for box, ns in needs.items()
         for n in ns
         if not any(n in reached(other) for other in ns - {n})
     }
 
 
-def said(room: str) -> str:
+def said(box: str) -> str:
     """Returns the first sentence of a package's docstring."""
-    files = rooms()[room]
+    files = boxes()[box]
     head = next((f for f in files if f.stem == "__init__"), files[0])
     text = " ".join((ast.get_docstring(ast.parse(head.read_text())) or "").split("\n\n")[0].split())
-    return text.removeprefix(f"{room}: ").split(". ")[0].rstrip(".").replace("``", "")
+    return text.removeprefix(f"{box}: ").split(". ")[0].rstrip(".").replace("``", "")
 
 
 def svg() -> str:
@@ -102,8 +100,8 @@ def svg() -> str:
     place: dict[str, tuple[float, float]] = {}
     for n, floor in enumerate(reversed(floors)):
         left = (width - len(floor) * (WIDTH + GAP) + GAP) / 2
-        for i, room in enumerate(sorted(floor)):
-            place[room] = left + i * (WIDTH + GAP), GAP + n * (HEIGHT + 3 * GAP)
+        for i, box in enumerate(sorted(floor)):
+            place[box] = left + i * (WIDTH + GAP), GAP + n * (HEIGHT + 3 * GAP)
     height = GAP + len(floors) * (HEIGHT + 3 * GAP) - 2 * GAP
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
@@ -118,14 +116,14 @@ def svg() -> str:
             f'<path d="M{start[0]:g} {start[1]:g}C{start[0]:g} {start[1] + bend:g} {end[0]:g} '
             f'{end[1] - bend:g} {end[0]:g} {end[1]:g}" fill="none" stroke="#9aa5b1"/>'
         )
-    for room, (x, y) in place.items():
-        package = len(rooms()[room]) > 1
+    for box, (x, y) in place.items():
+        package = len(boxes()[box]) > 1
         out.append(
             f'<rect x="{x:g}" y="{y:g}" width="{WIDTH}" height="{HEIGHT}" rx="5" '
             f'fill="{"#e3f0ff" if package else "#f4f4f0"}" stroke="#52606d"/>'
-            f'<text x="{x + 8:g}" y="{y + 16:g}" font-size="13" font-weight="bold">{room}</text>'
+            f'<text x="{x + 8:g}" y="{y + 16:g}" font-size="13" font-weight="bold">{box}</text>'
         )
-        lines = textwrap.wrap(said(room), 33, max_lines=LINES, placeholder=" ...")
+        lines = textwrap.wrap(said(box), 33, max_lines=LINES, placeholder=" ...")
         out += [
             f'<text x="{x + 8:g}" y="{y + 30 + 12 * i:g}" font-size="10">{escape(line)}</text>'
             for i, line in enumerate(lines)

@@ -14,9 +14,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("disttensor", "ops", "reshard")
 
-# The rooms, from the bottom up: packages, and the modules at the root. Each may import those before
-# it.
-ROOMS = (
+# Packages and modules at the root, from the bottom up. Each may import those before it.
+LAYERS = (
     "module_names",
     "versions",
     "torch_private",
@@ -96,12 +95,12 @@ def is_in(module: str, package: str) -> bool:
     return module == package or module.startswith(package + ".")
 
 
-def room(module: str) -> int | None:
-    """The number of the room that ``module`` is in; ``disttensor`` itself is the door, on top."""
+def layer_of(module: str) -> int | None:
+    """The layer of the package that ``module`` is in; ``disttensor`` itself is on top."""
     if module == "disttensor":
-        return len(ROOMS)
+        return len(LAYERS)
     name = module.removeprefix("disttensor.").split(".")[0]
-    return ROOMS.index(name) if name in ROOMS else None
+    return LAYERS.index(name) if name in LAYERS else None
 
 
 def family(module: str) -> int:
@@ -150,10 +149,10 @@ def test_imports_point_down(folder: str) -> None:
 
 
 def check_imports(module: str) -> None:
-    own = room(module)
+    own = layer_of(module)
     assert own is not None, (
-        f"{module} is in no room: add it to ROOMS in {Path(__file__).name}, above all that it "
-        "imports and below what imports it"
+        f"{module} is in no layer: add its package to LAYERS in {Path(__file__).name}, above all "
+        "that it imports and below what imports it"
     )
     file, tree, found = parse(module)
     start = first_import(tree)
@@ -162,10 +161,10 @@ def check_imports(module: str) -> None:
         if target.split(".")[0] not in PACKAGES or exempt:
             continue
         assert target in FILES, f"{file}:{line}: imports {target}, and there is no such module"
-        above = room(target)
-        # A target without a room is reported where it is the module under test.
+        above = layer_of(target)
+        # A target without a layer is reported where it is the module under test.
         assert above is None or above <= own, (
-            f"{file}:{line}: {module} (room {own}) imports {target} (room {above}) above it"
+            f"{file}:{line}: {module} (layer {own}) imports {target} (layer {above}) above it"
         )
         if module != "ops" and is_in(module, "ops") and is_in(target, "ops"):
             assert family(target) <= family(module), (
@@ -173,9 +172,11 @@ def check_imports(module: str) -> None:
             )
 
 
-@pytest.mark.parametrize("room", [m for m, f in FILES.items() if f.stem == "__init__"])
-def test_a_package_says_what_is_in_it(room: str) -> None:
-    assert ast.get_docstring(ast.parse(FILES[room].read_text())), f"{FILES[room]} has no docstring"
+@pytest.mark.parametrize("package", [m for m, f in FILES.items() if f.stem == "__init__"])
+def test_a_package_says_what_is_in_it(package: str) -> None:
+    assert ast.get_docstring(ast.parse(FILES[package].read_text())), (
+        f"{FILES[package]} has no docstring"
+    )
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

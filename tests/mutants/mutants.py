@@ -44,14 +44,14 @@ from tests.mutants.changed import (
 from tests.mutants.mutations import Mutant, mutants
 
 KEPT = ROOT / "out" / "mutants.json"
-ROOMS = ("simulate", "fsdp", "pipeline", "replay", "checkpoint", "comm")
+FOLDERS = ("simulate", "fsdp", "pipeline", "trace", "checkpoint", "comm")
 # What is changed, and the folder of the tests that should notice it.
 PARTS: dict[str, tuple[str, str]] = {
     "ops": ("ops/**/*.py", "ops"),
     "reshard": ("reshard/**/*.py", "reshard"),
     "gradients": ("disttensor/autograd/grad_types.py", "autograd"),
     "schedules": ("disttensor/pipeline/schedule*.py", "pipeline"),
-    **{room: (f"disttensor/{room}/*.py", room) for room in ROOMS},
+    **{folder: (f"disttensor/{folder}/*.py", folder) for folder in FOLDERS},
 }
 LIMIT = 120  # seconds for one
 MOST_TIME = 60.0  # seconds of a processor that the tests of one may take, as measured before
@@ -234,7 +234,7 @@ def main(argv: Sequence[str]) -> int:
     found = [m for f in files for m in mutants(f.relative_to(ROOT))]
     if options.sample and options.sample < len(found):
         found = random.Random(options.seed).sample(found, options.sample)
-    folders = dict.fromkeys(every[f] for f in files) if set(files) <= every.keys() else ROOMS
+    folders = dict.fromkeys(every[f] for f in files) if set(files) <= every.keys() else FOLDERS
     known = who_comes_by(list(every), folders)
     left = []
     for i, mutant in enumerate(found):
