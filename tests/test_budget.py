@@ -23,7 +23,7 @@ LINES = {
     "data": 462,
     "dispatch": 2_522,
     "experts": 650,
-    "fsdp": 3_183,
+    "fsdp": 3_187,
     "graphs": 1_384,
     "integrations": 774,
     "launching": 744,

@@ -1,8 +1,10 @@
 """The engine of one module: hooks around the forwards and backwards of its segments.
 
-    before a forward   gather the segment, show its unsharded parameters, start the next all-gather
-    after it           show the sharded ones again, free the memory
-    before its backward and after: the same, in the other order; then its gradients are reduced
+    before a forward      gather the segment, show its unsharded parameters, start the next
+                          all-gather
+    after it              show the sharded ones again, free the memory
+    before its backward   gather the segment, start the next all-gather in the opposite order
+    after its backward    free the memory, reduce the gradients
 
 The order of the last forward predicts the next segment.
 """
@@ -46,7 +48,7 @@ _ENGINES: list[weakref.ref[Engine]] = []  # in order of creation, which all rank
 
 
 class Engine:
-    """The segments of a module.
+    """Runs the all-gathers and gradient reductions of the segments of one module, from hooks.
 
     scatter   gradients are reduced to shards (stages 2 and 3)
     prefetch  how many segments are gathered ahead of their use
@@ -105,14 +107,14 @@ class Engine:
         root = self.root()
         if id(root) not in memo:
             raise RuntimeError(
-                "copy.deepcopy of a part of a module under shard_data_parallel: its segments "
-                "belong to the whole. Copy the module that was given to shard_data_parallel, or "
-                "shard each part in a call of its own"
+                "copy.deepcopy copies a part of a module under shard_data_parallel, and segments "
+                "belong to the root module. Copy the module that was given to shard_data_parallel, "
+                "or shard each part in a call of its own"
             )
         if self.backward is not None or any(s.is_visible or s.busy for s in self._all()):
             raise RuntimeError(
-                "copy.deepcopy of a module under shard_data_parallel in its forward or backward: "
-                "it holds unsharded parameters now. Copy it between steps"
+                "copy.deepcopy copies a module under shard_data_parallel during its forward or "
+                "backward, while its parameters are unsharded. Copy it between steps"
             )
         new = memo[id(self)] = Engine.__new__(Engine)
         new.__init__(  # type: ignore[misc]
@@ -156,10 +158,10 @@ class Engine:
 
     @outside_user_modes
     def _begin_forward(self, segment: Segment, module: nn.Module, args: Any) -> None:
-        """Gathers and shows the segment. Hooks that bring parameters to the mesh of another stage
-        run later, because these parameters must be unsharded. The forwards of a segment end at
-        different times on different ranks, also while this module waits for its arguments, because
-        schedules switch micro-batches."""
+        """Gathers and shows the segment. Hooks that reshard a shared parameter to another stage run
+        after this, because the parameter must be unsharded first. A schedule may switch to another
+        micro-batch while this module waits for its arguments, so the forwards of a segment end at
+        different times on different ranks."""
         if not segment.is_visible:
             is_recompute = current_backward() != -1
             if not is_recompute and segment.epoch != self.epoch:
@@ -193,7 +195,7 @@ class Engine:
         if not forward.running:
             callbacks.recompute_contexts.pop(segment, None)
         if current_backward() != -1:
-            if torch.is_grad_enabled() and self._hold(segment):
+            if torch.is_grad_enabled() and self._keep_to_the_end(segment):
                 return None
             used = forward.running or segment in self.held
             entered = self.backward is None or segment in self.backward.entered
@@ -296,7 +298,8 @@ class Engine:
     # Backward -------------------------------------------------------------------------------------
 
     def _current_backward(self) -> ReduceOrder:
-        """Returns the state of the backward that runs now."""
+        """Returns the state of the running backward. Its first call makes the state, and registers
+        what runs at the end of the backward."""
         id = this_backward()
         if self.backward is None or self.backward.id != id:
             self.clean_up()
@@ -334,13 +337,14 @@ class Engine:
         backward may not have entered the segment, whose results are on another stage. The end of
         the backward hides it."""
         self._current_backward()
-        self._hold(segment)
+        self._keep_to_the_end(segment)
         segment.finish_gather()
         segment.show_params()
 
-    def _hold(self, segment: Segment) -> bool:
-        """Returns True if this code is in the backward of a custom function, which differentiates
-        results of the segment itself: it is not freed before the backward ends."""
+    def _keep_to_the_end(self, segment: Segment) -> bool:
+        """Keeps the segment gathered until the backward ends, and returns True, unless this code is
+        a recomputation. Needed in the backward of a custom function, which differentiates results
+        of the segment itself."""
         if recompute_around(current_run()) is not None:
             return False
         self.held.add(segment)

@@ -1,8 +1,8 @@
 """Reduces the gradients of one segment: gradients of unsharded parameters become gradients of
 sharded ones.
 
-    unsharded {dp: P, fsdp: P}  --reduce-scatter over fsdp-->  {dp: P, fsdp: S}  --all-reduce over
-    dp-->  {dp: R, fsdp: S}
+    reduce-scatter over fsdp    {dp: P, fsdp: P} -> {dp: P, fsdp: S}
+    all-reduce over dp          {dp: P, fsdp: S} -> {dp: R, fsdp: S}
 
 Parameters that wait on the same axes share one flat collective. Each reduction is a generator: it
 yields the collective that runs, and is resumed after its end, so that several reductions and the

@@ -155,7 +155,7 @@ def test_a_copy_beside_replicas(pattern: Any) -> None:
 @on_ranks(2)
 def test_what_cannot_be_copied() -> None:
     model = made({"stage": 3, "segments": ["one", "two"]}, meshes()["fsdp"])
-    with pytest.raises(RuntimeError, match=r"deepcopy of a part .*Copy the module that"):
+    with pytest.raises(RuntimeError, match=r"deepcopy copies a part .*Copy the module that"):
         copy.deepcopy(model.one)
     with pytest.raises(RuntimeError, match=r"cannot be pickled.*state_dict"):
         pickle.dumps(model)
