@@ -160,7 +160,7 @@ def test_what_cannot_be_copied() -> None:
     with pytest.raises(RuntimeError, match=r"cannot be pickled.*state_dict"):
         pickle.dumps(model)
     model.norm.register_forward_hook(lambda *_: copy.deepcopy(model) and None)
-    with pytest.raises(RuntimeError, match=r"in its forward or backward.*between steps"):
+    with pytest.raises(RuntimeError, match=r"during its forward or backward.*between steps"):
         model(batch_of(meshes()["fsdp"], 0))
 
 
