@@ -10,7 +10,7 @@ from disttensor.checks import check_int, check_sequence
 from disttensor.core.mesh import ProcessMesh, as_mesh
 from disttensor.pipeline.action import Action
 from disttensor.pipeline.schedule import Schedule, route
-from disttensor.pipeline.steady import alternate, interleaved, one_visit, sizes
+from disttensor.pipeline.steady import interleaved, one_visit, sizes
 from disttensor.pipeline.zero_bubble import dualpipev, interleaved_zero_bubble, zbv, zero_bubble
 
 Maker = Callable[[int, int, int], Schedule]
@@ -56,10 +56,7 @@ def interleaved_1f1b(stages: int, micro_batches: int, chunks: int) -> Schedule:
     sizes(stages, micro_batches, chunks)
     if chunks == 1:
         return one_f_one_b(stages, micro_batches)
-    forwards, backwards, warm = interleaved(stages, micro_batches, chunks)
-    return Schedule(
-        [alternate(forwards, backwards, warm + 2 * (stages - 1 - s)) for s in range(stages)]
-    )
+    return Schedule(interleaved(stages, micro_batches, chunks, ahead=2))
 
 
 class Builtin(NamedTuple):

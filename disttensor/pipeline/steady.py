@@ -36,16 +36,15 @@ def groups_of(stages: int, micro_batches: int) -> list[range]:
     return [range(start, end) for start, end in pairwise(cuts)]
 
 
-def interleaved(
-    stages: int, micro_batches: int, chunks: int
-) -> tuple[list[Action], list[Action], int]:
-    """Returns the forwards and the backwards of each stage, group by group, and the number of
-    forwards of earlier chunks before the first backward."""
+def interleaved(stages: int, micro_batches: int, chunks: int, ahead: int) -> list[list[Action]]:
+    """Returns the order of each stage, group by group: forwards of earlier chunks, ``ahead`` more
+    for each later stage, then a forward and a backward in turn."""
     groups = groups_of(stages, micro_batches)
     forwards = [Action("F", m, c) for g in groups for c in range(chunks) for m in g]
     backwards = [Action("B", m, c) for g in groups for c in reversed(range(chunks)) for m in g]
     warm = (chunks - 1) * max(map(len, groups))
-    return forwards, backwards, warm
+    later = reversed(range(stages))  # the number of later stages
+    return [alternate(forwards, backwards, warm + ahead * n) for n in later]
 
 
 def sizes(stages: int, micro_batches: int, chunks: int) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from disttensor.pipeline.action import Action
 from disttensor.pipeline.schedule import Schedule
-from disttensor.pipeline.steady import alternate, interleaved, one_visit, sizes
+from disttensor.pipeline.steady import interleaved, one_visit, sizes
 
 
 def zero_bubble(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
@@ -40,8 +40,7 @@ def interleaved_zero_bubble(stages: int, micro_batches: int, chunks: int) -> Sch
     sizes(stages, micro_batches, chunks)
     if chunks == 1:
         return zero_bubble(stages, micro_batches)
-    forwards, backwards, warm = interleaved(stages, micro_batches, chunks)
-    rows = [alternate(forwards, backwards, warm + stages - 1 - s) for s in range(stages)]
+    rows = interleaved(stages, micro_batches, chunks, ahead=1)
     return _schedule([_defer_weights(row, s) for s, row in enumerate(rows)])
 
 

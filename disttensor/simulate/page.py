@@ -7,6 +7,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 from xml.sax.saxutils import escape
 
+from disttensor.simulate import pictures
+from disttensor.simulate.kind import Kind
+
 _STYLE = """
 body { font-family: sans-serif; max-width: 1000px; margin: 2em auto; color: #222 }
 table { border-collapse: collapse; font-size: 13px } td, th { padding: 3px 9px; text-align: right }
@@ -51,7 +54,7 @@ show(0, full);
 
 def page(
     title: str, figures: dict[str, Any], rows: Sequence[Sequence[str]], warnings: Iterable[str],
-    memory: Sequence[str], volume: str, timeline: str, layers: Sequence[tuple[str, str]],
+    kinds: Sequence[Kind], layers: Sequence[tuple[str, str]],
 ) -> str:  # fmt: skip
     """Returns the page.
 
@@ -60,9 +63,7 @@ def page(
         figures: are stored as JSON in the element ``report``.
         rows: the table of kinds, with its head.
         warnings: sentences.
-        memory: SVG pictures.
-        volume: an SVG picture.
-        timeline: an SVG picture.
+        kinds: are drawn.
         layers: titles and tables; the first one is open.
     """
     head, *body = ["".join(f"<td>{escape(c)}</td>" for c in row) for row in rows]
@@ -71,6 +72,7 @@ def page(
         f"<details{'' if i else ' open'}><summary>{escape(name)}</summary>{one}</details>"
         for i, (name, one) in enumerate(layers)
     )
+    memory = [pictures.memory(k) for k in sorted(kinds, key=lambda k: -k.peak_memory)]
     data = json.dumps(figures).replace("<", "\\u003c")  # no text ends the element
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>
@@ -81,10 +83,10 @@ def page(
 <h2>Warnings</h2><ul id="warnings">{said}</ul>
 <h2>Time line</h2><p>The wheel zooms, dragging moves, a double click shows all:
 <span id="shown"></span></p>
-<div id="timeline">{timeline}</div>
+<div id="timeline">{pictures.timeline(kinds)}</div>
 <h2>Layers</h2><div id="layers">{shares}</div>
 <h2>Memory</h2>{"".join(memory)}
-<h2>Communication</h2>{volume}
+<h2>Communication</h2>{pictures.volume(kinds)}
 <script type="application/json" id="report">{data}</script>
 <script>{_SCRIPT}</script></body></html>
 """

@@ -183,15 +183,11 @@ class Report:
         """Writes one HTML page to ``path``, which loads nothing else: a table of the kinds,
         warnings, the layers that do most, and the pictures of ``to_svg``, with a time line to zoom
         into. Its element ``report`` has the figures of ``to_json``."""
-        held = [pictures.memory(k) for k in sorted(self.kinds, key=lambda k: -k.peak_memory)]
+        html = page(
+            self._summary, self.as_dict(), self._rows, self.warnings, self.kinds, self._of_layers
+        )
         file = Path(path)
-        file.write_text(
-            page(
-                self._summary, self.as_dict(), self._rows, self.warnings, held,
-                pictures.volume(self.kinds), pictures.timeline(self.kinds), self._of_layers,
-            ),
-            encoding="utf-8",
-        )  # fmt: skip
+        file.write_text(html, encoding="utf-8")
         return file
 
     def to_svg(self, path: str | PathLike[str], picture: str = "timeline") -> Path:

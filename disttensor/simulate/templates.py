@@ -99,7 +99,7 @@ class _Filling:
         for part in given.parts:
             if part.action is None:
                 self._add(part, None, lambda made: made)
-                self._add_run(part.run, [p for p in given.parts if p.run == part.run and p.action])
+                self._add_run(part.run, [p for p in given.parts if p.run == part.run])
 
     def _add_run(self, number: int, recorded: Sequence[StepPart]) -> None:
         """Adds all actions of a pipeline run, some of which were recorded."""

@@ -9,7 +9,6 @@ of work until the end, because ranks that share a device slow each other down.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from disttensor.errors import SimulationError
 from disttensor.simulate.devices import Device, Network
@@ -41,31 +40,18 @@ def timelines(kinds: Kinds, world: int, device: Device, network: Network) -> lis
     return _Simulation(kinds, world, device, network).run()
 
 
-@dataclass
-class _Rank(Party):
-    """One kind, and the clocks of its host and its device."""
-
-    events: Sequence[Event]
-    host: float = 0.0
-    device: float = 0.0
-
-    @property
-    def now(self) -> float:
-        return max(self.device, self.host)
-
-
 class _Simulation:
     def __init__(self, kinds: Kinds, world: int, device: Device, network: Network) -> None:
         self.device = device
-        self.ranks = [_Rank(rank, len(ranks), events) for ranks, rank, events in kinds]
+        self.ranks = [Party(rank, len(ranks), events) for ranks, rank, events in kinds]
         self.clock = Clock(device.sharing, world)
         kind_of = {r: k for k, (ranks, _, _) in enumerate(kinds) for r in ranks}
         self.transfers = Transfers(self.ranks, kind_of, network, self.clock, self._continue)
         self.running = [self._run_events(k) for k in range(len(kinds))]
 
     def run(self) -> list[RankRow]:
-        for k, one in enumerate(self.ranks):
-            self.transfers.expect(k, one.events)
+        for k in range(len(self.ranks)):
+            self.transfers.expect(k)
             self._continue(k)
         self.clock.run()
         for one in self.ranks:
@@ -78,7 +64,7 @@ class _Simulation:
             self._convert_to_time(one)
         return [one.row for one in self.ranks]
 
-    def _convert_to_time(self, one: _Rank) -> None:
+    def _convert_to_time(self, one: Party) -> None:
         """Converts a time line from seconds of work to seconds of the step."""
         row, times = one.row, self.clock.times
         starts, ends = times([s.start for s in row.spans]), times([s.end for s in row.spans])
@@ -131,7 +117,7 @@ class _Simulation:
         yield one.now
         self.clock.add_busy(-one.ranks)
 
-    def _end_wait(self, one: _Rank, awaited: PendingTransfer) -> None:
+    def _end_wait(self, one: Party, awaited: PendingTransfer) -> None:
         _, lane, e = awaited
         now = self.clock.now
         self.clock.add_busy(one.ranks)

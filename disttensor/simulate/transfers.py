@@ -109,11 +109,19 @@ class Clock:
 
 @dataclass
 class Party:
-    """A kind of rank: the rank that was recorded, the number of its ranks, its time line."""
+    """A kind of rank: the rank that was recorded, the number of its ranks, its events, the times of
+    its host and its device, and its time line."""
 
     rank: int
     ranks: int
-    row: RankRow = field(default_factory=RankRow, kw_only=True)
+    events: Sequence[Event]
+    host: float = 0.0
+    device: float = 0.0
+    row: RankRow = field(default_factory=RankRow)
+
+    @property
+    def now(self) -> float:
+        return max(self.device, self.host)
 
 
 class PendingTransfer(NamedTuple):
@@ -164,10 +172,10 @@ class Transfers:
         self._expected: Counter[Any] = Counter()  # number of transfers of a key
         self._waiting: dict[Any, int] = {}  # a key -> the kind that waits for it
 
-    def expect(self, k: int, events: Sequence[Event]) -> None:
+    def expect(self, k: int) -> None:
         """Counts the messages that kind number ``k`` will send: of several messages with one key a
         receiver waits for the last."""
-        for e in events:
+        for e in self.parties[k].events:
             if isinstance(e, Message) and e.sends and e.peer in self.kind_of:
                 self._expected[k, self.kind_of[e.peer], e.tag, e.number] += 1
 
