@@ -1,4 +1,5 @@
-"""Selecting along a dim: select, narrow, index_select, gather and related functions.
+"""Selecting along a dim: select, narrow, index_select, gather and related functions. Look-ups of
+values: isin, bucketize, searchsorted.
 
 If the dim is split, the owner of a row returns it and the others return zeros (a pending sum); the
 input is not moved. The dims of the index pass through. For select and narrow the dim is whole:
@@ -12,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ops.dims import FIRST, front, letters_of, moved, named, replaced
-from ops.factors import Arg, Factors, Letter, NoRule
+from ops.dims import FIRST, front, letters_of, moved, named, replaced, tensors_in
+from ops.factors import Arg, Dims, Factors, Letter, NoRule
 from ops.indexing.vocab_shard import Owned
 from ops.registry import rule
 from ops.shape.view_copy import copied
@@ -149,3 +150,30 @@ def take(input: Arg, index: Arg) -> Factors:
     """the input is whole, the index's dims pass through"""
     ins = tuple(f"input{d}" for d in range(input.ndim))
     return Factors((ins, letters_of(index)), (letters_of(index),), linear_terms=FIRST)
+
+
+# Look-ups of values -------------------------------------------------------------------------------
+
+
+@rule(torch.isin, torch.bucketize, exact=True)
+def look_up(values: Any, others: Any, **words: Any) -> Factors:
+    """each value separately, among all of the others, which are whole"""
+    if not isinstance(values, Arg):
+        raise NoRule("the bucket of a number, or a number among elements")
+    dims = letters_of(values)
+    return Factors((dims, *((None,) * t.ndim for t in tensors_in(others))), (dims,))
+
+
+@rule(torch.searchsorted, exact=True)
+def searchsorted(sorted_sequence: Arg, input: Any, **words: Any) -> Factors:
+    """each value separately, in a whole sequence; rows of values in rows of sequences"""
+    if not isinstance(input, Arg) or tensors_in(*words.values()):
+        raise NoRule("the place of a number, or places by a sorter")
+    if sorted_sequence.ndim == 1:
+        dims: Dims = letters_of(input)
+        return Factors(((None,), dims), (dims,))
+    n = sorted_sequence.ndim - 1
+    rows = letters_of(sorted_sequence)[:-1]
+    if input.ndim != n + 1 or input.shape[:-1] != sorted_sequence.shape[:-1]:
+        raise NoRule("rows that do not fit")
+    return Factors(((*rows, None), (*rows, "v")), ((*rows, "v"),))

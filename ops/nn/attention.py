@@ -39,7 +39,7 @@ def scaled_dot_product_attention(
     heads, sizes = query.shape[:-2], dict[Any, int]()
     if enable_gqa and ndim > 2 and heads[-1] != key.shape[-3]:
         shared = key.shape[-3]  # head i of the queries uses head i // r of the keys
-        if heads[-1] % shared:
+        if shared != value.shape[-3] or heads[-1] % shared:
             raise NoRule("scaled_dot_product_attention with odd groups of heads")
         sizes = {lead[-1]: shared, "r": heads[-1] // shared}
         q, heads = (*lead[:-1], (lead[-1], "r"), "l", "e"), (*heads[:-1], shared)

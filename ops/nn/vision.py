@@ -28,6 +28,8 @@ def _images(
         if any(i.shape != args[0].shape for i in images) or lacks:
             raise NoRule("no images, or places of another shape")
         last = core if core > 0 else args[0].ndim + core
+        if last < 1:
+            raise NoRule(f"{func.__name__} wants batch, channels and at least one more dim")
         return batched_factors(
             func, args, words, images, [last] * tensors,
             linear_terms=FIRST if linear else (), local=zeros_if_empty,

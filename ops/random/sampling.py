@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ops.dims import tensors_in
 from ops.empty_pieces import zero_of
-from ops.factors import Arg, Factors, Letter, pointwise_factors
+from ops.factors import Arg, Factors, Letter, LocalMaker, pointwise_factors
 from ops.local import DrawProtocol, LocalCall
 from ops.random.fill import drawn
-from ops.registry import rule
+from ops.registry import Function, rule
 
 
 @drawn("invariant")
@@ -21,13 +22,6 @@ def draw_bernoulli(call: LocalCall, draw: DrawProtocol, input: Tensor, p: Any = 
     odds = input if p is None else p
     out: Tensor = draw.numbers("bernoulli", call.outputs[0], input.dtype, input.device, p=odds)
     return out + zero_of(input) if input.requires_grad else out
-
-
-@rule(torch.bernoulli, Tensor.bernoulli, exact=True, numbers="type")
-def bernoulli(input: Arg, p: Any = None, **kwargs: Any) -> Factors:
-    """elementwise"""
-    tensors = [a for a in (input, p) if isinstance(a, Arg)]
-    return pointwise_factors(tensors, local=draw_bernoulli)
 
 
 @drawn("invariant")
@@ -40,12 +34,6 @@ def draw_normal(call: LocalCall, draw: DrawProtocol, mean: Any, std: Any = 1.0) 
     out: Tensor = draw.numbers("normal", call.outputs[0], wide, like.device).mul_(std).add_(mean)
     graded = [v for v in (mean, std) if isinstance(v, Tensor) and v.requires_grad]
     return out.detach().to(like.dtype) + zero_of(*graded) if graded else out.to(like.dtype)
-
-
-@rule(torch.normal, exact=True, numbers="type")
-def normal(mean: Any, std: Any = 1.0, **kwargs: Any) -> Factors:
-    """elementwise"""
-    return pointwise_factors([a for a in (mean, std) if isinstance(a, Arg)], local=draw_normal)
 
 
 @drawn("invariant")
@@ -71,10 +59,15 @@ def quantile(level: Tensor, rates: Tensor) -> Tensor:
     return above
 
 
-@rule(torch.poisson, exact=True)
-def poisson(input: Arg, generator: Any = None) -> Factors:
-    """elementwise"""
-    return pointwise_factors([input], local=draw_poisson)
+def _elementwise(local: LocalMaker, *funcs: Function) -> None:
+    @rule(*funcs, exact=True, numbers="type", doc="elementwise")
+    def factors(*args: Any, **kwargs: Any) -> Factors:
+        return pointwise_factors(tensors_in(*args, *kwargs.values()), local=local)
+
+
+_elementwise(draw_bernoulli, torch.bernoulli, Tensor.bernoulli)
+_elementwise(draw_normal, torch.normal)
+_elementwise(draw_poisson, torch.poisson)
 
 
 # Choices ------------------------------------------------------------------------------------------
