@@ -11,7 +11,8 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
+from functools import wraps
 from operator import attrgetter
 from typing import Any
 
@@ -160,15 +161,6 @@ class Factors:
     per_item: tuple[tuple[Factors, tuple[int, ...]], ...] = ()
     halo: Mapping[Letter, Callable[[int], float]] = field(default_factory=dict)
     co_split: Mapping[Letter, Axes] = field(default_factory=dict)
-    terms: InitVar[Any] = None
-    whole: InitVar[Any] = None
-    even: InitVar[Any] = None
-
-    def __post_init__(self, terms: Any, whole: Any, even: Any) -> None:
-        if terms is not None or whole is not None or even is not None:
-            for name, value in (("terms", terms), ("whole", whole), ("even", even)):
-                if value is not None:
-                    setattr(self, new_name(name), value)
 
     def replace(self, **changes: Any) -> Factors:
         """Returns a copy with some fields changed."""
@@ -202,11 +194,24 @@ class Factors:
         ])  # fmt: skip
 
 
+def _accept_old_names() -> None:
+    """Makes Factors accept old names of fields, as keywords and as attributes."""
+    init = Factors.__init__
+
+    def __init__(self: Factors, *args: Any, **fields: Any) -> None:
+        if not _OLD_NAMES.keys().isdisjoint(fields):
+            fields = {new_name(name): value for name, value in fields.items()}
+        init(self, *args, **fields)
+
+    Factors.__init__ = wraps(init)(__init__)  # type: ignore[method-assign]
+    for old in _OLD_NAMES:
+        read = lambda f, old=old: getattr(f, new_name(old))  # noqa: E731
+        write = lambda f, value, old=old: setattr(f, new_name(old), value)  # noqa: E731
+        setattr(Factors, old, property(read, write))
+
+
+_accept_old_names()
 _fields = attrgetter(*Factors.__slots__)
-for _old in _OLD_NAMES:  # as attributes
-    _read = lambda f, old=_old: getattr(f, new_name(old))  # noqa: E731
-    _write = lambda f, value, old=_old: setattr(f, new_name(old), value)  # noqa: E731
-    setattr(Factors, _old, property(_read, _write))
 
 
 def pointwise_factors(args: Sequence[Arg], results: int = 1, **options: Any) -> Factors:

@@ -4,6 +4,7 @@ one."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import doctest
 import importlib
 import inspect
@@ -136,6 +137,7 @@ def test_the_old_names_of_fields_of_factors_warn_where_they_stand():
             setattr(made, name, ())
             assert getattr(made, new) == ()
             assert getattr(made.replace(**{name: value}), new) is value
+            assert getattr(dataclasses.replace(made, **{new: value}), new) is value
             ops.rule(lambda x: x, "a -> a", **{name: value})
         assert [one.filename for one in w] == [__file__] * 5
 
