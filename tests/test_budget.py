@@ -29,7 +29,7 @@ LINES = {
     "launching": 744,
     "meta": 425,
     "nn": 746,
-    "ops": 8_359,
+    "ops": 8_358,
     "optim": 447,
     "parallel": 828,
     "patches": 1_253,

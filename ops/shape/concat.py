@@ -36,14 +36,13 @@ def joined(tensors: Sequence[Arg], lifts: Sequence[Dims | None], dim: int) -> Fa
     # letters are numbered in the lifted dims, so that vectors and matrices meet
     own = [d if origin is not None else None for d, origin in enumerate(pairs[0][1])]
     out: tuple[Letter, ...] = (*own[:dim], "joined", *own[dim + 1 :])
-    lone = {
-        d for d, of in enumerate(zip(*(lift for _, lift in pairs), strict=True))
-        if len({origin is None for origin in of}) > 1
-    }  # fmt: skip
-    places = [() if lift is None else (*lift[:dim], None, *lift[dim + 1 :]) for lift in lifts]
+    kinds = {lift for _, lift in pairs}
+    lone = {d for d, of in enumerate(zip(*kinds, strict=True)) if len({x is None for x in of}) > 1}
+    places = {lift: [lift.index(d) for d in lift if d is not None] for lift in kinds}
+    letters = {lift: tuple([None if at == dim else at for at in places[lift]]) for lift in kinds}
     ins = tuple(
-        tuple(place.index(d) if d in place else None for d in range(t.ndim))
-        for t, place in zip(tensors, places, strict=True)
+        (None,) * t.ndim if lift is None else letters[lift]
+        for t, lift in zip(tensors, lifts, strict=True)
     )
     return Factors(
         ins, (out,), dict(enumerate(sides)), unsplittable={"joined", *lone}, moves=True,
