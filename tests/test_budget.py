@@ -34,11 +34,11 @@ LINES = {
     "parallel": 828,
     "patches": 1_253,
     "pieces": 624,
-    "pipeline": 3_112,
+    "pipeline": 3_113,
     "random": 840,
     "reshard": 1_576,
     "root": 2_255,
-    "simulate": 5_064,
+    "simulate": 5_066,
     "tensor": 2_798,
     "trace": 2_424,
 }  # fmt: skip

@@ -249,9 +249,10 @@ class MicroBatchGraph:
         self.state = ProgramState.ENDED
         if self.order is not None and self.has_boundaries:
             for mesh, n in Counter(mesh for mesh, _ in groupby(self.order)).items():
-                if self._counts[mesh] < n - 1:
+                made = self._counts[mesh] + 1
+                if made < n:
                     raise ValueError(
-                        f"pipeline.run: the step visited {mesh!r} {self._counts[mesh] + 1} times, "
+                        f"pipeline.run: the step visited {mesh!r} {made} time{'s' * (made > 1)}, "
                         f"but stages={list(self.order)} names more visits. {_GIVE_ORDER}"
                     )
         if not loss.is_initialized:

@@ -159,8 +159,8 @@ def by_hand(meshes, way):
     [
         ([0, 1, 0, 1], [0, 1, 1, 0], "zbv", "not in the order|more often"),
         ([0, 1, 0, 1], [0, 1], "1f1b", "not in the order"),
-        ([0, 1, 0], [0, 1, 0, 1], "interleaved_1f1b", "for good after 1 visits"),
-        ([0, 1], [0, 1, 0, 1], "interleaved_1f1b", "for good after 1 visits"),
+        ([0, 1, 0], [0, 1, 0, 1], "interleaved_1f1b", "visited .* 1 time, but stages="),
+        ([0, 1], [0, 1, 0, 1], "interleaved_1f1b", "visited .* 1 time, but stages="),
         ([0, 1, 0, 1, 0], [0, 1, 0, 1], "interleaved_1f1b", "more often"),
     ],
 )
