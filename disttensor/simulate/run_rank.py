@@ -129,7 +129,7 @@ def run_rank(
 
 def compare(one: RankRun, other: RankRun) -> None:
     """Raises SimulationError if two ranks of a kind differ in operators with FLOPs or in
-    communication: their program depends on the rank, or their ring attention on the place of the
+    communication: their program depends on the rank, or their causal attention on the place of its
     rows. (Other operators may depend on the place in a mesh.)"""
     for a, b in itertools.zip_longest(_texts(one), _texts(other), fillvalue="nothing more"):
         if a != b:
@@ -137,9 +137,9 @@ def compare(one: RankRun, other: RankRun) -> None:
                 f"ranks {one.rank} and {other.rank} have pieces of the same sizes in all meshes, "
                 f"and do not do the same: rank {one.rank} does {a}, rank {other.rank} does {b}. A "
                 "program may read RANK to print and to write files; its computation and "
-                "communication have to follow from meshes. Causal attention by ring does more on "
-                "later ranks, which is not simulated: give it rows that are dt.attention.Balanced, "
-                "or a number of heads that the mesh axis divides"
+                "communication have to follow from meshes. Causal attention whose rows are split "
+                "does more on later ranks, which is not simulated: give it rows that are "
+                "dt.attention.Balanced, or a number of heads that the mesh axis divides"
             )
 
 
