@@ -133,3 +133,14 @@ def test_a_result_that_is_no_tensor():
     assert rows == len(x.to_local())
     both = dt.local_map(lambda t: (t * 2, len(t)), out_placements=([dt.Shard(0)], None))(x)
     assert both[1] == rows and both[0].full_tensor().flatten().tolist() == [0, 2, 4, 6, 8]
+
+
+@on_ranks(2)
+def test_a_dtensor_of_torch_is_an_error():
+    """With device_mesh its piece would count as a value that is the same on all ranks."""
+    mesh, x = mesh_and_input()
+    double = dt.local_map(lambda *t: t[0] * 2, out_placements=[dt.Shard(0)], device_mesh=mesh)
+    theirs = dt.to_dtensor(x.detach())
+    for tensors in ((x, theirs), (theirs,)):
+        with pytest.raises(ValueError, match=r"a torch DTensor.*from_dtensor"):
+            double(*tensors)

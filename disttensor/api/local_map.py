@@ -28,7 +28,7 @@ from disttensor.core.mesh import ProcessMesh, as_mesh
 from disttensor.core.placement import as_placement
 from disttensor.core.spec import DistSpec
 from disttensor.dispatch.key import key_of
-from disttensor.dispatch.resolve import mesh_of_call, regular_spec
+from disttensor.dispatch.resolve import mesh_of_call, refuse_torch_dtensors, regular_spec
 from disttensor.dispatch.run import as_replicated
 from disttensor.meta import execute
 from disttensor.pytree import Uncacheable, collect, find_tensors, rebuild, substitute
@@ -79,11 +79,9 @@ def local_map(
     """
     check_callable("local_map: fn", fn)
     if positional:
-        given = None if out_placements is _NOT_GIVEN else out_placements
-        in_placements, given, in_grad_placements = _by_position(
-            positional, (in_placements, given, in_grad_placements)
+        in_placements, out_placements, in_grad_placements = _by_position(
+            positional, (in_placements, out_placements, in_grad_placements)
         )
-        out_placements = _NOT_GIVEN if given is None else given
     if device_mesh is not None:
         device_mesh = as_mesh("local_map: device_mesh", device_mesh)
     if out_placements is _NOT_GIVEN:
@@ -169,7 +167,8 @@ def _by_position(positional: tuple[Any, ...], named: tuple[Any, ...]) -> tuple[A
         raise TypeError(
             f"local_map takes at most 4 arguments by position, and {1 + len(positional)} were given"
         )
-    return tuple(by_name or p for by_name, p in zip_longest(named, positional))
+    rows = zip_longest(positional, named, (None, _NOT_GIVEN, None))
+    return tuple(p if p is not None and by_name is unset else by_name for p, by_name, unset in rows)
 
 
 def _checked_shapes(shapes: Any, count: int, nested: bool) -> Sequence[Any]:
@@ -194,6 +193,7 @@ def _mesh_of(fn: Any, args: Any, kwargs: Any, device_mesh: ProcessMesh | None) -
             "local_map: an argument has a DistTensor in a dataclass, and fn gets the pieces of "
             "tensors in lists, tuples and dicts only; give the fields as arguments of their own"
         )
+    refuse_torch_dtensors(fn, tensors)
     if _number(tensors):
         if device_mesh is None:
             return mesh_of_call(fn, tensors)

@@ -236,12 +236,7 @@ def mesh_of_call(func: Function, tensors: Sequence[Tensor]) -> ProcessMesh:
     """Returns the mesh of the call. Raises ValueError if there are two: no mesh is guessed."""
     dist = [wait_for(t) for t in tensors if isinstance(t, DistTensor)]
     mesh = dist[0].spec.mesh
-    # by name: importing DTensor takes longer than importing disttensor
-    if any(type(t).__name__ == "DTensor" for t in tensors):
-        raise ValueError(
-            f"{name_of(func)}: a torch DTensor among DistTensors: convert it with "
-            "from_dtensor(x), which copies nothing"
-        )
+    refuse_torch_dtensors(func, tensors)
     for t in dist[1:]:
         if t.spec.mesh is not mesh:
             free = ", which sends nothing from a sub-mesh to its whole mesh"
@@ -251,6 +246,16 @@ def mesh_of_call(func: Function, tensors: Sequence[Tensor]) -> ProcessMesh:
                 f"{free if t.spec.mesh.root is mesh.root else ''}"
             )
     return mesh
+
+
+def refuse_torch_dtensors(func: Function, tensors: Sequence[Tensor]) -> None:
+    """Raises ValueError for a DTensor, which would count as a regular tensor."""
+    # by name: importing DTensor takes longer than importing disttensor
+    if any(type(t).__name__ == "DTensor" for t in tensors):
+        raise ValueError(
+            f"{name_of(func)}: a torch DTensor among DistTensors: convert it with "
+            "from_dtensor(x), which copies nothing"
+        )
 
 
 def regular_spec(x: Tensor, mesh: ProcessMesh) -> DistSpec:
