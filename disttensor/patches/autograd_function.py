@@ -77,11 +77,8 @@ def _runner(cls: Any, original: Any) -> Callable[..., Any]:
 
     def run(args: Sequence[Any], kwargs: Any) -> Any:
         begin_call(planned)
-        before = GIVEN.set(args)
-        try:
+        with callbacks.set_during(GIVEN, args):
             return gather_and_run(planned, args, kwargs)
-        finally:
-            GIVEN.reset(before)
 
     _runners[cls] = run
     return run
@@ -171,8 +168,5 @@ def _run(
                 made[id(x)] = collect(args, [])[0].new_empty(x.spec.shape, dtype=x.spec.dtype)
         return made[id(x)]
 
-    before = DIST_ARGUMENTS.set(behind)
-    try:
+    with callbacks.set_during(DIST_ARGUMENTS, behind):
         return substitute(function(*args), whole), made
-    finally:
-        DIST_ARGUMENTS.reset(before)

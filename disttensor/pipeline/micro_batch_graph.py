@@ -315,11 +315,9 @@ class MicroBatchGraph:
             number = node_number(node)
             if any(a <= number < b for a, b in self._regions):
                 return REGION
-            return (
-                ""
-                if is_own_node(node)
-                else "the weight is computed from a result of an earlier visit"
-            )
+            if is_own_node(node):
+                return ""
+            return "the weight is computed from a result of an earlier visit"
 
         split = SplitBackward(
             roots, grads, keep_whole=keep_whole, is_own_node=is_own_node, engine=run_given
