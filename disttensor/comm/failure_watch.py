@@ -31,7 +31,15 @@ from typing import Any
 import torch.distributed as dist
 
 from disttensor import callbacks
-from disttensor.comm.process_group import attempt, is_fake, keeps_store, read_key, wait_until, world
+from disttensor.comm.process_group import (
+    attempt,
+    is_fake,
+    keeps_store,
+    open_store,
+    read_key,
+    wait_until,
+    world,
+)
 from disttensor.errors import CommError, user_line
 from disttensor.runtime import Runtime, current_runtime, last_runtime
 from disttensor.torch_private import default_group, default_store
@@ -157,10 +165,7 @@ def _store_answers() -> bool:
 def _open_connection(store: Any, number: int) -> Any:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    limit = timedelta(seconds=10)
-    own = dist.TCPStore(
-        store.host, store.port, is_master=False, timeout=limit, wait_for_workers=False
-    )
+    own = open_store(store.host, store.port, keeps=False, limit=timedelta(seconds=10))
     return dist.PrefixStore(f"disttensor/{attempt()}/world{number}", own)
 
 
@@ -301,6 +306,15 @@ def _report_place(watcher: Watcher, _: str) -> bool:
 
 callbacks.on_report["failed"] = _receive_failure
 callbacks.on_report["asked"] = _report_place
+
+
+def _forget_watcher() -> None:
+    """Removes the watcher in a forked process, which is not a rank: it posts no error or end."""
+    last_runtime().watcher = False
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_watcher)
 
 
 @atexit.register

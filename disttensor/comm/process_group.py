@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -104,7 +105,7 @@ def join_world(
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
 
 
-@contextmanager
+@contextlib.contextmanager
 def environment_set(values: Mapping[str, str | None]) -> Iterator[None]:
     """Sets variables of the environment within the block, and removes variables for None."""
     before = {name: os.environ.pop(name, None) for name in values}
@@ -130,10 +131,7 @@ def _join_store(rank: int, size: int, timeout: float) -> Any:
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     limit = timedelta(seconds=timeout)
     try:
-        whole = dist.TCPStore(
-            host, port, size, rank == 0 and not agent, limit, wait_for_workers=False,
-            multi_tenant=not agent,
-        )  # fmt: skip
+        whole = open_store(host, port, keeps=rank == 0 and not agent, size=size, limit=limit)
     except RuntimeError as error:
         keeper = "torchrun" if agent else "rank 0"
         raise CommError(
@@ -157,6 +155,25 @@ def _join_store(rank: int, size: int, timeout: float) -> Any:
             stacklevel=4,
         )
     return store
+
+
+def open_store(
+    host: str, port: int, keeps: bool, size: int | None = None,
+    limit: timedelta = timedelta(seconds=300),
+) -> Any:  # fmt: skip
+    """Returns a connection to the TCPStore at ``host`` and ``port`` (0: a free port). ``keeps``:
+    this process runs the store. If ``host`` is the loopback, the store listens on the loopback
+    only: a TCPStore listens on all interfaces otherwise, and obeys every client."""
+    listener = None
+    if keeps and (host in ("localhost", "::1") or host.startswith("127.")):
+        with contextlib.suppress(OSError):  # this process runs it already: multi_tenant finds it
+            family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            bound = socket.create_server(address[:2], family=family)
+            port, listener = bound.getsockname()[1], bound.detach()
+    return dist.TCPStore(
+        host, port, size, keeps, limit, wait_for_workers=False, multi_tenant=True,
+        master_listen_fd=listener,
+    )  # fmt: skip
 
 
 def read_key(store: Any, key: str) -> str | None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from disttensor.comm.process_group import open_store
 from disttensor.errors import RankError
 from disttensor.launching.rank import ENDED
 from disttensor.runtime import current_runtime
@@ -89,7 +90,7 @@ class Children:
 
     def meet(self) -> int:
         """Starts the store of the world, and sends its port to all ranks. Returns the port."""
-        self.store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+        self.store = open_store("127.0.0.1", 0, keeps=True)
         for connection in self.connections.values():
             with contextlib.suppress(OSError):  # a rank that died is found by ``receive``
                 connection.send(self.store.port)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import re
 import signal
 import socket
 import sys
@@ -29,20 +30,46 @@ from disttensor.torch_private import process_groups
 ENDED: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
+# A line with its end. A progress bar ends each of its lines by a carriage return.
+_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)")
+
+
 class Lines(io.TextIOBase):
     """Writes whole lines, with a prefix, to another stream: lines of several ranks do not mix."""
 
     def __init__(self, stream: Any, prefix: str = "") -> None:
-        self.stream, self.prefix, self.rest = stream, prefix, ""
+        self.stream, self.prefix = stream, prefix
+        self._parts: list[str] = []  # of the line that has not ended
+
+    @property
+    def rest(self) -> str:
+        """The line that has not ended."""
+        return "".join(self._parts)
 
     def fileno(self) -> int:
         return int(self.stream.fileno())
 
     def write(self, text: str) -> int:
-        *lines, self.rest = (self.rest + text).split("\n")
-        self.stream.write("".join(f"{self.prefix}{line}\n" for line in lines))
-        self.stream.flush()
+        if "\n" in text or "\r" in text or self._parts[-1:] == ["\r"]:
+            whole = self.rest + text
+            known = len(whole) - whole.endswith("\r")  # "\n" may follow
+            end = 1 + max(whole.rfind(mark, 0, known) for mark in "\r\n")
+            self._write(_LINE.findall(whole[:end]))
+            self._parts = [whole[end:known], whole[known:]]
+        else:
+            self._parts.append(text)
         return len(text)
+
+    def finish(self) -> None:
+        """Writes the line that has not ended, at the end of the rank."""
+        if self.rest:
+            self._write([f"{self.rest}\n"])
+        self._parts = []
+
+    def _write(self, lines: list[str]) -> None:
+        if lines:
+            self.stream.write("".join(f"{self.prefix}{line}" for line in lines))
+            self.stream.flush()
 
 
 def environment(rank: int, size: int, port: int) -> dict[str, str]:
@@ -104,6 +131,9 @@ def end_rank(
             first = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
             kind = "symptom" if isinstance(error, CommError) else "cause"
             report = kind, f"{first}\n\n{text}"
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, Lines):  # the parent ends this process after the report
+                stream.finish()
         connection.send(report)
     finally:
         leave(0)

@@ -102,6 +102,24 @@ def test_a_process_lives_on_where_the_one_that_started_it_has_ended():
         started.stop()
 
 
+@on_ranks(2)
+def test_a_fork_of_a_rank_posts_neither_its_end_nor_its_error():
+    watcher = failure_watch.watcher_of(runtime.current_runtime())
+    assert watcher is not None
+    child = os.fork()
+    if not child:
+        try:
+            failure_watch.post("the child failed")
+            failure_watch.leave()
+        finally:
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    keys = [f"left/{r}" for r in range(2)]
+    assert not any(watcher.store.check([key]) for key in ("failed", *keys))
+    assert watcher.failed_rank() is None and watcher.store.add("ended", 0) == 0
+    failure_watch.watcher_of(runtime.current_runtime()).submit(lambda store: None).wait()
+
+
 class Store:
     def __init__(self, ended: int) -> None:
         self.ended = ended

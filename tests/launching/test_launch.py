@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -17,6 +19,8 @@ import torch
 
 import disttensor as dt
 from disttensor import run
+from disttensor.comm.process_group import open_store
+from disttensor.launching.rank import Lines
 from tests.support import forked
 from tests.support.pages import blocks
 
@@ -84,6 +88,93 @@ def test_output_of_ranks_comes_in_whole_lines() -> None:
 
     status, out = forked.run(program)
     assert status == 0 and out == "one line\n" * 60, out
+
+
+class Pieces(io.StringIO):
+    """A stream that keeps what each write has written."""
+
+    def write(self, text: str) -> int:
+        pieces.append(text)
+        return len(text)
+
+
+pieces: list[str] = []
+
+
+def test_lines_end_by_a_newline_or_a_carriage_return() -> None:
+    for texts, expected in (
+        (["a", "b\n", "c"], ["> ab\n", "> c\n"]),
+        (["a\r\nb", "\r", "\nc\n\n"], ["> a\r\n", "> b\r\n> c\n> \n"]),
+        (["\r1 %", "\r2 %", "\r3 %\n"], ["> \r", "> 1 %\r", "> 2 %\r> 3 %\n"]),
+        (["wait", "\r", "", "done\n"], ["> wait\r> done\n"]),
+    ):
+        pieces.clear()
+        lines = Lines(Pieces(), "> ")
+        for text in texts:
+            assert lines.write(text) == len(text)
+        lines.finish()
+        lines.finish()
+        assert pieces == expected
+
+
+@pytest.mark.parametrize("text", ["\r9 steps of a progress bar, 40 letters", "one of many dots"])
+def test_the_time_of_output_without_newlines_grows_with_its_length(text: str) -> None:
+    def seconds(count: int) -> float:
+        lines, start = Lines(io.StringIO()), time.perf_counter()
+        for _ in range(count):
+            lines.write(text)
+        assert "\r" not in text or len(lines.rest) < 50
+        return time.perf_counter() - start
+
+    assert min(seconds(16000) for _ in range(3)) < 8 * max(seconds(4000) for _ in range(3)) < 2
+
+
+@pytest.mark.parametrize("how", ["launch", "local_ranks"])
+def test_the_last_line_of_a_rank_is_printed_without_its_end(how: str) -> None:
+    def program() -> None:
+        if how == "launch":
+            sys.stdout = Shown()
+            dt.launch(lambda: print("almost", end=""), 2)
+        else:
+            with dt.local_ranks(2, output="all") as rank:
+                print("almost" if rank else "", end="")
+
+    class Shown:
+        def write(self, text: str) -> None:
+            os.write(1, text.encode())
+
+        def flush(self) -> None:
+            pass
+
+    status, out = forked.run(program)
+    assert status == 0 and out == ("almost\n" * 2 if how == "launch" else "[rank 1] almost\n"), out
+
+
+def listening(port: int) -> set[str]:
+    """Returns the addresses at which some process of this machine listens at ``port``."""
+    tables = [Path(f"/proc/net/{name}") for name in ("tcp", "tcp6")]
+    rows = [row.split() for t in tables if t.exists() for row in t.read_text().splitlines()[1:]]
+    found = [row[1].split(":") for row in rows if row[3] == "0A"]
+    return {address for address, at in found if int(at, 16) == port}
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads Linux's table of sockets")
+def test_the_store_of_ranks_on_this_machine_listens_on_the_loopback_only() -> None:
+    local = "0100007F"
+
+    def at_store() -> set[str]:
+        return listening(int(os.environ["MASTER_PORT"]))
+
+    assert dt.launch(at_store, 2) == [{local}] * 2
+    with dt.local_ranks(2):
+        assert at_store() == {local}
+    for host in ("127.0.0.1", "localhost"):  # as rank 0 that a script has started
+        first = open_store(host, 0, keeps=True)
+        again = open_store(host, first.port, keeps=True)  # a second world of this process
+        first.set("key", "value")
+        assert again.get("key") == b"value" and listening(first.port) == {local}
+    elsewhere = open_store(socket.gethostname(), 0, keeps=True)
+    assert listening(elsewhere.port) and local not in listening(elsewhere.port)
 
 
 def fails(how: Callable[[], Any]) -> Callable[[], Any]:
