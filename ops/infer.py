@@ -13,7 +13,7 @@ from disttensor.pytree import substitute
 from ops.factors import Arg, Factors, NoRule
 from ops.propagation import Decision, assign
 from ops.registry import RULES, Rule
-from ops.signatures import by_position
+from ops.signatures import form_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +33,11 @@ def decide(
     tensors: Sequence[Arg],
     mesh_shape: Axes,
 ) -> tuple[Rule, Factors, Decision | None]:
-    """Returns the rule of the call, its factors, and the decision (None: not in place as asked).
-    ``tensors`` are the Args of the call in order. Raises NoRule."""
+    """Returns the rule of a call in its one form, its factors, and the decision (None: not in place
+    as asked). ``tensors`` are the Args of the call in order. Raises NoRule."""
     rule = RULES.get(func)
     if rule is None:
         raise NoRule(f"{getattr(func, '__name__', func)} has no rule")
-    args, kwargs = by_position(func, args, kwargs, rule.factors)
     factors = rule.factors(*args, **kwargs)
     if len(factors.inputs) != len(tensors):
         raise NoRule(
@@ -66,7 +65,8 @@ def infer(
         tensors.append(value.placed(len(mesh_shape), len(tensors)))
         return tensors[-1]
 
-    args, kwargs = substitute((args, kwargs), place, Arg)
+    form = form_of(func, args, kwargs)
+    args, kwargs = substitute((tuple(form.args), form.kwargs), place, Arg)
     n = len(mesh_shape)
     try:
         _, factors, decision = decide(func, args, kwargs, tensors, mesh_shape)

@@ -1,17 +1,20 @@
-"""Torch's own signatures: the position of an argument that is given by name, and which arguments
-are tensors.
+"""The one form of a call, by torch's own signatures: arguments by position up to the first gap, the
+others by torch's names in torch's order; and numbers in place of 0-d tensors and NumPy's integers.
 
-A rule receives the arguments of a call by position, up to the first gap, and the others by torch's
-names. So a rule may give its own parameters any names.
+Rules and local functions receive this form only. So their parameters may have any names, but for
+parameters that may follow a gap: they have torch's.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from inspect import Parameter, signature, unwrap
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from disttensor.pytree import collect, substitute
@@ -23,6 +26,7 @@ Function = Callable[..., Any]
 _NUMPY = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input",
           "x2": "other"}  # fmt: skip
 _SIMPLE = (int, float, bool, str, type(None))
+_OTHER_INDICES = (int, np.ndarray, torch.SymInt)  # they have __index__, and stay
 _BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -80,10 +84,16 @@ def signatures(func: Function) -> tuple[Signature, ...]:
 
 def _of_schema(schema: Any) -> Signature:
     given = [a for a in schema.arguments if not a.is_out]
-    names = {a.name: "input" if a.name == "self" else a.name for a in given}
+    names = {a.name: a.name for a in given}
+    if given and str(given[0].type) == "Tensor" and given[0].name == "self":
+        names["self"] = "input"
+    last = {a.name for a in given if a.kwarg_only or a.name == "memory_format"}  # as the parser
+    words = [names[a.name] for a in given if a.name in last]
+    if "pin_memory" in words:  # of a factory, which torch's parser gives one more
+        words.append("requires_grad")
     return Signature(
-        tuple(names[a.name] for a in given if not a.kwarg_only),
-        tuple(names[a.name] for a in given if a.kwarg_only),
+        tuple(names[a.name] for a in given if a.name not in last),
+        tuple(words),
         frozenset(names[a.name] for a in given if "Tensor" in str(a.type)),
         frozenset(names[a.name] for a in given if not a.has_default_value()),
         any("List[int]" in str(a.type) for a in given if not a.kwarg_only),
@@ -113,78 +123,86 @@ def chosen(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Signa
     return next(fitting, None)
 
 
-def by_position(
-    func: Function, args: Sequence[Any], kwargs: dict[str, Any], reader: Function | None = None
-) -> tuple[list[Any], dict[str, Any]]:
-    """Returns the call as a rule receives it: by position up to the first gap, the others by
-    torch's names, in the order of its signature. ``reader``, the rule, may take options by name."""
-    read = list(args)
+class Form(NamedTuple):
+    """A call in its one form. ``order``: for each of its arguments (positional, then named) its
+    number among the arguments of the caller; None: the caller used this form."""
+
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    order: tuple[int, ...] | None = None
+
+
+def form_of(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Form:
+    """Returns the one form of a call."""
     said = chosen(func, args, kwargs) if kwargs else None
     if said is None:
-        return read, kwargs
-    given = {said.named(k): v for k, v in kwargs.items()}
-    for name in said.names[len(read) : None if reader is None else _places(reader)]:
-        if name not in given:
+        return Form(args, kwargs)
+    numbers = {said.named(name): i for i, name in enumerate(kwargs, len(args))}
+    order = [*range(len(args))]
+    for name in said.names[len(args) :]:
+        if name not in numbers:
             break
-        read.append(given.pop(name))
-    return read, {k: given[k] for k in (*said.names, *said.words) if k in given}
+        order.append(numbers.pop(name))
+    n, words = len(order), [name for name in (*said.names, *said.words) if name in numbers]
+    if words == [*kwargs]:
+        return Form(args, kwargs)
+    order += [numbers[name] for name in words]
+    values = (*args, *kwargs.values())
+    given = [values[i] for i in order]
+    return Form(given[:n], dict(zip(words, given[n:], strict=True)), tuple(order))
 
 
-@cache
-def _places(reader: Function) -> int | None:
-    """Returns how many arguments a rule takes by position, if it takes the others by name."""
-    given = signature(reader).parameters.values()
-    if all(p.kind is not Parameter.VAR_KEYWORD for p in given):
-        return None
-    return sum(p.kind in _BY_POSITION for p in given)
+# Numbers ------------------------------------------------------------------------------------------
 
 
-def normalize_call(
+def read_numbers(
     func: Function, args: Sequence[Any], kwargs: dict[str, Any]
-) -> tuple[Sequence[Any], dict[str, Any]] | None:
-    """Returns the same call with its tensors in the order of torch's signature, the first tensor by
-    position. 0-d tensors used as numbers (a size, a dim, an end of a slice) become numbers.
-    Returns None if the call has this form already."""
-    if not kwargs and all(map(_stays, args)):
+) -> tuple[list[Any], dict[str, Any]] | None:
+    """Returns the call with ints in place of NumPy's integers, and numbers in place of 0-d tensors
+    where torch takes no tensor (a size, a dim, an end of a slice). Returns None if it has none."""
+    if all(map(_stays, args)) and all(map(_stays, kwargs.values())):
         return None  # most calls need no signature of torch
 
     def read(at: int | str, value: Any) -> Any:
-        if isinstance(value, slice) or type(value) is tuple:
-            value = _index(value)
-        if all(t.ndim for t in collect(value, [])):
+        value = _integers(value)
+        if at == "out" or all(t.ndim for t in collect(value, [])):
             return value  # most values need no signature of torch
         ways = signatures(func)
         taken = not ways or any(s.tensor_at(at) for s in ways)
         return value if taken else substitute(value, _number)
 
-    said = chosen(func, args, kwargs) if kwargs and collect(kwargs, []) else None
-    placed, words = args, kwargs
-    if said is not None:
-        order = {name: i for i, name in enumerate((*said.names, *said.words))}
-        places = [order[said.named(k)] for k, v in kwargs.items() if collect(v, [])]
-        if not args or places != sorted(places):
-            placed, words = by_position(func, args, kwargs)
-    numbers = [read(i, v) for i, v in enumerate(placed)]
-    named = {k: v if k == "out" else read(k, v) for k, v in words.items()}
-    same = placed is args and all(
-        a is b for a, b in zip((*args, *kwargs.values()), (*numbers, *named.values()), strict=True)
-    )
-    return None if same else (numbers, named)
+    placed = [read(i, v) for i, v in enumerate(args)]
+    named = {k: read(k, v) for k, v in kwargs.items()}
+    pairs = zip((*args, *kwargs.values()), (*placed, *named.values()), strict=True)
+    return None if all(a is b for a, b in pairs) else (placed, named)
 
 
 def _stays(value: Any) -> bool:
-    """Returns True if the value is used unchanged at any position: it is no 0-d tensor, and cannot
-    hold one."""
+    """Returns True if the value is used unchanged at any position: it is no 0-d tensor or integer
+    of another class, and cannot hold one."""
     return type(value) in _SIMPLE or (isinstance(value, Tensor) and value.ndim > 0)
 
 
-def _index(value: Any) -> Any:
-    """Returns the value itself, unless it has a slice that ends at a tensor."""
-    if isinstance(value, slice):
+def _integers(value: Any) -> Any:
+    """Returns a value with ints in place of other integers, and in slices also of 0-d tensors; the
+    value itself if it has none."""
+    kind = type(value)
+    if kind in _SIMPLE or isinstance(value, Tensor):
+        return value
+    if kind is slice:
         ends = value.start, value.stop, value.step
-        return slice(*map(_number, ends)) if collect(ends, []) else value
-    read = tuple(_index(v) if isinstance(v, slice) else v for v in value)
-    return value if all(a is b for a, b in zip(read, value, strict=True)) else read
+        found: Any = [_number(_integers(end)) for end in ends]
+        return value if _same(found, ends) else slice(*found)
+    if kind is list or kind is tuple:
+        found = [_integers(v) for v in value]
+        return value if _same(found, value) else kind(found)
+    if hasattr(kind, "__index__") and not isinstance(value, _OTHER_INDICES):
+        return operator.index(value)
+    return value
+
+
+def _same(found: Sequence[Any], values: Sequence[Any]) -> bool:
+    return all(a is b for a, b in zip(found, values, strict=True))
 
 
 def _number(value: Any) -> Any:

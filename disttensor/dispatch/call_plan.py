@@ -2,7 +2,7 @@
 
 ``plan_call`` makes a plan for the first call of a key, and ``run`` (or ``native.c``, which reads
 the same fields by name) runs this call and all later ones. Tensor arguments are counted in order of
-appearance, through lists and keywords.
+appearance in the one form, through lists and keywords.
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ class Origin(Enum):
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class CallPlan:
-    """The plan of all calls of one key.
+    """The plan of all calls of one key, in the one form of a call (``ops/signatures.py``).
 
+    order             how the caller's arguments are brought into this form (``Form``); or None.
     func              the function that the user called: for errors, and to dispatch again.
     local             runs on locals; None: this rank is off the mesh, and no kernel runs.
     specs             of the tensor arguments (a regular tensor counts as replicated).
@@ -96,6 +97,7 @@ class CallPlan:
     origin: Origin = Origin.NONE
     writes: tuple[int, ...] | None = None
     untracked_writes: bool = False
+    order: tuple[int, ...] | None = None
     may_reuse: tuple[bool, ...] = ()
     reduce_first: tuple[DistSpec | None, ...] = ()
     draws: bool | Callable[..., bool] = False

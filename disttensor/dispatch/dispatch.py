@@ -27,7 +27,7 @@ from disttensor.pytree import Uncacheable, collect
 from disttensor.tensor.dist_tensor import TRACERS, DistTensor, wait_for
 from disttensor.torch_private import outside_function_modes
 from ops.registry import RULES
-from ops.signatures import normalize_call
+from ops.signatures import read_numbers
 
 Function = Callable[..., Any]
 
@@ -152,8 +152,6 @@ def _plan_of(
     func: Function, args: Sequence[Any], kwargs: dict[str, Any], key: Any, valued: bool
 ) -> Planned:
     rule = RULES.get(func)
-    if rule is not None and normalize_call(func, args, kwargs):
-        return PythonCall(func, dispatch_normalized)
     if rule is not None and not valued:
         floats = rule.floats and depends_on_floats((*args, *kwargs.values()))
         setting = None
@@ -164,7 +162,7 @@ def _plan_of(
             return PythonCall(func, dispatch_by_value, setting=setting)
     found = resolve(func, args, kwargs, key)
     if found.plan is not None:
-        return plan_call(found.plan, args, kwargs)
+        return plan_call(found.plan)
     if found.way == "handler":
         if func in OF_KEY:
             return Answer(HANDLERS[func](*args, **kwargs))
@@ -172,6 +170,8 @@ def _plan_of(
     if found.way == "out":
         is_none = kwargs["out"] is None
         return PythonCall(func, dispatch_without_out if is_none else fallback.run_into_out)
+    if found.way == "numbers":
+        return PythonCall(func, dispatch_with_numbers)
     if found.way == "each_mesh":
         return PythonCall(func, foreach.run_per_mesh)
     refuse_collectives(func)
@@ -185,10 +185,10 @@ def run_handler(planned: PythonCall, args: Sequence[Any], kwargs: dict[str, Any]
     return HANDLERS[planned.func](*args, **kwargs)
 
 
-def dispatch_normalized(planned: PythonCall, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Dispatches a call with tensors in torch's order, and numbers instead of 0-d tensors."""
+def dispatch_with_numbers(planned: PythonCall, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Dispatches a call with numbers in place of 0-d tensors and of NumPy's integers."""
     func = planned.func
-    args, kwargs = normalize_call(func, args, kwargs) or (args, kwargs)
+    args, kwargs = read_numbers(func, args, kwargs) or (args, kwargs)
     if any(type(t) is DistTensor for t in collect((args, kwargs), [])):
         return dispatch(DistTensor, func, (), args, kwargs)
     return func(*args, **kwargs)  # the only DistTensor was replaced by a number

@@ -18,8 +18,7 @@ from disttensor.errors import name_of
 from disttensor.pytree import collect
 from disttensor.tensor.dist_tensor import DistTensor, wait_for
 from ops.notation import notation
-from ops.registry import RULES
-from ops.signatures import normalize_call
+from ops.signatures import read_numbers
 from reshard import cross_mesh
 
 Tensor = torch.Tensor
@@ -85,9 +84,10 @@ def explain(func: Function, /, *args: Any, **kwargs: Any) -> Explanation:
 def _found(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Explanation:
     written = kwargs.get("out") is not None
     kwargs = {k: v for k, v in kwargs.items() if k != "out"}
-    args, kwargs = (func in RULES and normalize_call(func, args, kwargs)) or (args, kwargs)
     found = resolve(func, args, kwargs)
-    tensors = collect((args, kwargs), [])
+    if found.way == "numbers":
+        args, kwargs = read_numbers(func, args, kwargs) or (args, kwargs)
+        found = resolve(func, args, kwargs)
     name = name_of(func)
     if found.way == "handler":
         said = getdoc(HANDLERS[func]) or "by a function of its own, without a rule"
@@ -102,9 +102,9 @@ def _found(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Expla
         )
         return Explanation(text, "body", None)
     if found.plan is None:
-        return _gathered(func, specs_of(func, tensors), found.why)
-    explanation = _by_rule(found.plan, [t.requires_grad for t in tensors], written)
-    return replace(explanation, plan=plan_call(found.plan, args, kwargs))
+        return _gathered(func, specs_of(func, collect((args, kwargs), [])), found.why)
+    asks = [t.requires_grad for t in collect(found.plan.form[:2], [])]
+    return replace(_by_rule(found.plan, asks, written), plan=plan_call(found.plan))
 
 
 def _by_rule(plan: RulePlan, asks: Sequence[bool], written: bool) -> Explanation:

@@ -64,7 +64,7 @@
 #define NAMES(X) \
     X(_uses) X(_view_state) X(_reduced) X(aliases) X(origin) \
     X(local_for) X(call) X(mesh) X(device) X(value) X(local) X(reads) X(keywords) X(results) \
-    X(template) X(is_view) X(writes) X(untracked_writes) X(may_reuse) X(native) \
+    X(template) X(is_view) X(writes) X(order) X(untracked_writes) X(may_reuse) X(native) \
     X(dtype)
 
 static struct {
@@ -345,6 +345,7 @@ typedef struct {
     PyObject *local;      /* the function on locals */
     PyObject *keywords, *specs; /* tuples: names of keyword arguments, and specs of the results */
     PyObject *writes;     /* a tuple of the numbers of tensors that are written, or None */
+    PyObject *order;      /* the numbers of the caller's arguments in the one form, or None */
     PyObject *structure;  /* off the mesh: the class of several results, or None */
     PyObject *sources;    /* off the mesh: the numbers of the tensors that the results depend on */
     PyObject *no_token, *orphan; /* off the mesh, owned: the tokens of results without a transfer */
@@ -510,8 +511,10 @@ set_plan(NativePlan *p, PyObject *plan)
     PyObject *reads = tuple_field(plan, state.str.reads, 0);
     PyObject *reuse = tuple_field(plan, state.str.may_reuse, 0);
     PyObject *origin = field(plan, state.str.origin);
+    p->order = tuple_field(plan, state.str.order, 1);
     if (!p->local || !p->keywords || !p->specs || !p->writes || !reads || !reuse || !origin
-        || !set_reads(p, reads) || !set_results(p)) {
+        || !p->order || !set_reads(p, reads) || !set_results(p)
+        || (p->order != Py_None && PyTuple_GET_SIZE(p->order) != p->nreads)) {
         return 0;
     }
     p->may_reuse = PyTuple_GET_SIZE(reuse) > 0;
@@ -959,14 +962,14 @@ join(const NativePlan *p, PyObject *tensors)
     return Py_XNewRef(joined);
 }
 
-/* Makes the wrappers of a call off the mesh; no kernel runs. */
+/* Makes the wrappers of a call off the mesh; no kernel runs. NULL without an error: Python runs it. */
 static PyObject *
-run_off_mesh(const NativePlan *p, Call *call, PyObject *tensors)
+run_off_mesh(const NativePlan *p, PyObject *tensors)
 {
     int autocast = is_true(PyObject_CallNoArgs(state.autocast_is_on));
     PyObject *token = autocast ? NULL : join(p, tensors);
     if (!token) {
-        return PyErr_Occurred() ? NULL : run_in_python(p, call);
+        return NULL;
     }
     PyObject *results = PyTuple_New(p->nresults);
     for (Py_ssize_t i = 0; results && i < p->nresults; i++) {
@@ -997,20 +1000,53 @@ run_off_mesh(const NativePlan *p, Call *call, PyObject *tensors)
     return results;
 }
 
-/* Runs a call whose plan C knows, unless its arguments do not fit the plan. */
+/* Runs a call in its one form. NULL without an error: its arguments do not fit the plan. */
 static PyObject *
-run_natively(const NativePlan *p, Call *call)
+run_form(const NativePlan *p, Call *call)
 {
     int needs_list = p->how == OFF_MESH || p->may_reuse || p->writes != Py_None;
     PyObject *tensors = needs_list ? tensors_of(call) : NULL, *result = NULL;
     int fine = needs_list && !tensors ? -1 : fits(p, call, tensors);
-    if (fine >= 0) {
-        result = !fine                ? run_in_python(p, call)
-                 : p->how == IN_MESH ? run_in_mesh(p, call, tensors)
-                                     : run_off_mesh(p, call, tensors);
+    if (fine > 0) {
+        result = p->how == IN_MESH ? run_in_mesh(p, call, tensors) : run_off_mesh(p, tensors);
     }
     Py_XDECREF(tensors);
     return result;
+}
+
+/* Runs a call whose arguments the plan has in another order, as dispatch/run.py does. */
+static PyObject *
+run_in_order(const NativePlan *p, const Call *call)
+{
+    Call form; /* mostly uninitialized, which is faster */
+    PyObject *given[MOST_ARGUMENTS], *result;
+    form.func = call->func;
+    form.args = form.kwargs = NULL;
+    form.first = given;
+    form.nargs = p->nargs;
+    form.nnamed = p->nreads - p->nargs;
+    for (Py_ssize_t i = 0; i < p->nreads; i++) {
+        Py_ssize_t from = PyLong_AsSsize_t(PyTuple_GET_ITEM(p->order, i));
+        if (from < 0 || from >= call->nargs + call->nnamed) {
+            return NULL;
+        }
+        *(i < p->nargs ? &given[i] : &form.values[i - p->nargs]) = argument(call, from);
+    }
+    for (Py_ssize_t i = 0; i < form.nnamed; i++) {
+        form.names[i] = PyTuple_GET_ITEM(p->keywords, i);
+    }
+    result = run_form(p, &form);
+    Py_XDECREF(form.args);
+    Py_XDECREF(form.kwargs);
+    return result;
+}
+
+/* Runs a call whose plan C knows, unless its arguments do not fit the plan. */
+static PyObject *
+run_natively(const NativePlan *p, Call *call)
+{
+    PyObject *result = p->order == Py_None ? run_form(p, call) : run_in_order(p, call);
+    return result || PyErr_Occurred() ? result : run_in_python(p, call);
 }
 
 /* A call has raised, perhaps on this rank alone. */

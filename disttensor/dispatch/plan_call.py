@@ -25,21 +25,22 @@ Tensor = torch.Tensor
 Function = Callable[..., Any]
 
 
-def plan_call(plan: RulePlan, args: Sequence[Any], kwargs: dict[str, Any]) -> CallPlan:
-    """Returns the CallPlan of calls like this one."""
+def plan_call(plan: RulePlan) -> CallPlan:
+    """Returns the CallPlan of calls like the call that was resolved."""
+    (args, kwargs, order), func = plan.form, plan.func
     reuses, wholes = plan.reuses, plan.reduces
-    reduction: dict[str, Any] = {}
+    options: dict[str, Any] = {"order": order}
     if any(reuses):
-        reduction["may_reuse"] = tuple(reuses)
+        options["may_reuse"] = tuple(reuses)
         if any(wholes):
-            reduction["reduce_first"] = tuple([
+            options["reduce_first"] = tuple([
                 s.with_layout(Layout(s.layout.dims)) if now else None
                 for s, now in zip(plan.specs, wholes, strict=True)
             ])  # fmt: skip
-    func, mesh, inplace, is_view = plan.func, plan.mesh, plan.rule.inplace, plan.factors.view
+    mesh, inplace, is_view = plan.mesh, plan.rule.inplace, plan.factors.view
     if mesh.coordinate is None:
         layouts = None if inplace else tuple(plan.decision.output_layouts)
-        return plan_off_mesh(func, mesh, layouts, args, kwargs, inplace, **reduction)
+        return plan_off_mesh(func, mesh, layouts, args, kwargs, inplace, **options)
     tensors = collect((args, kwargs), [])
     reads = reads_of(plan, args, kwargs)
     is_flat = all(r.kind <= ReadKind.TENSOR for r in reads)
@@ -70,14 +71,14 @@ def plan_call(plan: RulePlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Ca
         native=not (
             plan.redistributes or sends_shape or (inplace and not args)
             or (is_view and is_one and not is_simple_view)
-            or has_regular or "reduce_first" in reduction
+            or has_regular or "reduce_first" in options
         ),
         is_simple=(
             is_flat and is_one and not plan.redistributes and origin is Origin.NONE
             and not (inplace or is_view or sends_shape or has_regular or any(reuses))
         ),
         is_checked=inplace,
-        **reduction,
+        **options,
     )  # fmt: skip
 
 
@@ -109,14 +110,14 @@ def reads_of(plan: RulePlan, args: Sequence[Any], kwargs: dict[str, Any]) -> tup
 
 def plan_off_mesh(
     func: Function, mesh: ProcessMesh, layouts: tuple[Layout, ...] | None, args: Sequence[Any],
-    kwargs: dict[str, Any], writes: bool, **reduction: Any,
+    kwargs: dict[str, Any], writes: bool, **options: Any,
 ) -> CallPlan:  # fmt: skip
     """Returns the CallPlan for a rank off the mesh.
 
     Args:
         layouts: of the results; None for a call in place, whose target keeps its layout.
         writes: True if the first argument is written in place.
-        reduction: ``may_reuse`` and ``reduce_first`` of the plan.
+        options: ``order``, ``may_reuse`` and ``reduce_first`` of the plan.
     """
     found = execute.metadata_of_results(func, mesh, args, kwargs)
     draws: Any = IDLE.get(getattr(func, "__name__", "").rstrip("_"))
@@ -136,7 +137,7 @@ def plan_off_mesh(
     several: Any = template if type(template) in (tuple, list) else [template]
     values = (*args, *kwargs.values())
     native = (
-        not (writes or draws or "reduce_first" in reduction) and dtype is None and bool(outs)
+        not (writes or draws or "reduce_first" in options) and dtype is None and bool(outs)
         and all(type(o) is infer.TensorResult and o.same is None for o in several)
         and all(o.sources == outs[0].sources for o in outs)
         and all(type(t) is DistTensor for t in tensors)
@@ -146,7 +147,7 @@ def plan_off_mesh(
     plan = CallPlan(
         func, mesh, None, tuple([t.spec for t in tensors if type(t) is DistTensor]), reads,
         tuple(kwargs), specs, template=template, writes=(0,) if writes else None,
-        draws=draws, broadcasts_shape=found is None, native=native, **reduction,
+        draws=draws, broadcasts_shape=found is None, native=native, **options,
     )  # fmt: skip
     plan.autocast[dtype] = plan
     return plan

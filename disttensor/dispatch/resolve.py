@@ -1,8 +1,8 @@
 """Resolves how a call is run. ``plan_call`` makes a plan of the Resolution, ``explain`` prints it.
 
 The ways, in the order in which they are tried: a handler (functions that compute nothing),
-``out=``, one call for each mesh (lists), a rule, the Python body of the function, and last the
-fallback that gathers everything, which is always correct.
+``out=``, the call with numbers read from tensors, one call for each mesh (lists), a rule, the
+Python body of the function, and last the fallback that gathers everything, which is always correct.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from ops.infer import decide
 from ops.local import LocalCall
 from ops.propagation import Decision, of_any_size, sizes_of
 from ops.registry import RULES, Rule
+from ops.signatures import Form, form_of, read_numbers
 
 Tensor = torch.Tensor
 Function = Callable[..., Any]
@@ -55,6 +56,7 @@ def handler(*funcs: Function) -> Callable[[Function], Function]:
 class RulePlan:
     """Everything about a call by rule that does not depend on data.
 
+    form             the call in its one form: tensors are counted in this form.
     factors          of this call, or of a call that differs in the sizes of letters only.
     specs            of the tensor arguments, in order (a regular tensor counts as replicated).
     shapes           of the results.
@@ -64,6 +66,7 @@ class RulePlan:
     """
 
     func: Function
+    form: Form
     rule: Rule
     factors: Factors
     decision: Decision
@@ -136,7 +139,8 @@ class RulePlan:
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
-    """The way to run a call: "handler", "out", "each_mesh", "rule", "decompose" or "gather".
+    """The way to run a call: "handler", "out", "numbers", "each_mesh", "rule", "decompose" or
+    "gather".
     ``why``: the reason why no rule is used. ``expected``: a gather gives no warning (an in-place
     function whose target could not keep its placement by the rule)."""
 
@@ -163,8 +167,12 @@ def resolve(
         return Resolution("out")
     if func not in RULES:
         return _without_rule(func, "no rule")
+    if read_numbers(func, args, kwargs) is not None:
+        return Resolution("numbers")
     if foreach.meshes_of(func, args, kwargs) > 1:
         return Resolution("each_mesh")
+    form = form_of(func, args, kwargs)
+    args, kwargs = form.args, form.kwargs
     specs = specs_of(func, collect((args, kwargs), []))
     mesh, rule, alike, same = specs[0].mesh, RULES[func], None, None
     if key is not None and rule.sizes == "letters":
@@ -173,13 +181,13 @@ def resolve(
         sizes = None if known is None else sizes_of(known[0], [s.shape for s in specs])
         if known is not None and sizes is not None:
             shapes = known[0].shapes_for(sizes)
-            return Resolution("rule", plan=RulePlan(func, rule, *known, mesh, specs, shapes))
+            return Resolution("rule", plan=RulePlan(func, form, rule, *known, mesh, specs, shapes))
     if key is not None and of_no_mesh(func, key):
         same = rule, mesh.shape, key_without_sizes(key), *[s.shape for s in specs]
         known = _SAME.get(same)
         if known is not None:
             shapes = known[0].output_shapes()
-            return Resolution("rule", plan=RulePlan(func, rule, *known, mesh, specs, shapes))
+            return Resolution("rule", plan=RulePlan(func, form, rule, *known, mesh, specs, shapes))
     layouts = bare = [s.layout for s in specs]
     own = any(layout.custom for layout in layouts)
     if own and not all(map(balanced.is_known, layouts)):
@@ -219,7 +227,8 @@ def resolve(
     if same is not None and not own:
         _SAME[same] = factors, decision
     shapes = factors.output_shapes()
-    return Resolution("rule", plan=RulePlan(func, rule, factors, decision, mesh, specs, shapes))
+    plan = RulePlan(func, form, rule, factors, decision, mesh, specs, shapes)
+    return Resolution("rule", plan=plan)
 
 
 def _without_rule(func: Function, why: str) -> Resolution:

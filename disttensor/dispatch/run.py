@@ -57,6 +57,8 @@ def run(
     plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any], check: Check | None = None
 ) -> Any:
     """Runs a call. ``check``: see ``carry_out``."""
+    if kwargs and plan.order is not None:
+        args, kwargs = _in_order(plan, args, kwargs)
     if plan.is_simple and check is None and not observers:  # the fast path: most calls
         first: Any = args[0] if args else None
         if len(args) == 2 and not kwargs:
@@ -118,6 +120,15 @@ def _compute(
     elif plan.origin is Origin.REPEAT:
         derive(plan, args, kwargs, result)
     return result
+
+
+def _in_order(
+    plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Returns the one form of a call."""
+    values, n = (*args, *kwargs.values()), len(plan.reads) - len(plan.keywords)
+    given = [values[i] for i in plan.order or ()]
+    return given[:n], dict(zip(plan.keywords, given[n:], strict=True))
 
 
 # Reading --------------------------------------------------------------------------------------

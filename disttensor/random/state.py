@@ -132,22 +132,40 @@ def _number_of(generator: torch.Generator) -> int:
         return int(number.random_(generator=generator))
 
 
-def _dropout(input: Any, p: float = 0.5, *flags: Any, **named: Any) -> bool:
-    return p == 0.0 or not named.get("train", named.get("training", flags[0] if flags else True))
+def _dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
+    return p == 0.0 or not training
 
 
-# Name (without a trailing "_") -> whether a call draws nothing, for functions whose rules draw or
-# not by the values of a call.
+def _alpha_dropout(
+    input: Any, p: float = 0.5, training: bool = False, inplace: bool = False
+) -> bool:
+    return _dropout(input, p, training)
+
+
+def _rrelu(
+    input: Any, lower: float = 0.0, upper: float = 0.0, training: bool = False,
+    inplace: bool = False, generator: Any = None,
+) -> bool:  # fmt: skip
+    return not training
+
+
+def _attention(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: Any = None, enable_gqa: bool = False,
+) -> bool:  # fmt: skip
+    return not dropout_p
+
+
+# Name (without a trailing "_") -> whether a call in its one form draws nothing, for functions whose
+# rules draw or not by the values of a call.
 IDLE: dict[str, Callable[..., bool]] = {
     "dropout": _dropout,
     "feature_dropout": _dropout,
-    "alpha_dropout": _dropout,
+    "alpha_dropout": _alpha_dropout,
     "feature_alpha_dropout": _dropout,
     "native_dropout": lambda input, p, train=True: train is False,
-    "rrelu": lambda input, lower=0.0, upper=0.0, training=False, *_, **__: not training,
-    "scaled_dot_product_attention": (
-        lambda query, key, value, attn_mask=None, dropout_p=0.0, *_, **__: not dropout_p
-    ),
+    "rrelu": _rrelu,
+    "scaled_dot_product_attention": _attention,
 }
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ops.dims import SECOND
-from ops.factors import Arg, Factors, NoRule, pointwise_factors
+from ops.factors import Arg, Factors, pointwise_factors
 from ops.pointwise.elementwise import LINEAR
 from ops.registry import Function, rule
 
@@ -130,8 +130,6 @@ def fused(written: tuple[int, ...]) -> Callable[..., Factors]:
     gradient."""
 
     def factors(*args: Any, **kwargs: Any) -> Factors:
-        if any(isinstance(a, (list, tuple)) for a in kwargs.values()):
-            raise NoRule("lists given by name")
         used = [i for i, a in enumerate(args) if isinstance(a, (list, tuple)) and a]
         unscaled = kwargs.get("grad_scale") is not None
         lists, shared = lists_of((*args, *kwargs.values()))

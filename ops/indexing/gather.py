@@ -111,7 +111,7 @@ def _gathered(input: Arg, dim: int, index: Arg, broadcast: bool) -> Factors:
         owned = Owned.of(call.inputs[0], at)
 
         def run(input: Tensor, *more: Any, **words: Any) -> Tensor:
-            index: Any = next(a for a in (*more, *words.values()) if isinstance(a, Tensor))
+            index: Any = next(a for a in more if isinstance(a, Tensor))
             here, others = owned.find(index, negative=broadcast)
             if broadcast:
                 out = torch.take_along_dim(owned.rows(input, at), here, at)

@@ -42,10 +42,10 @@ for _names, _default in (
 @rule(torch.stft, exact=True)
 def stft(input: Arg, *args: Any, **words: Any) -> Factors:
     """linear; the batch passes through"""
-    if input.ndim != 2 or tensors_in(*args):
+    if input.ndim != 2:
         raise NoRule("stft of one signal")
     (shape,) = results_of(torch.stft, (input, *args), words)
-    ins = (("n", None), *((None,) for _ in tensors_in(*words.values())))
+    ins = (("n", None), *((None,) for _ in tensors_in(*args, *words.values())))
     out = ("n", *(None,) * (len(shape) - 1))
     return Factors(
         ins, (out,), {"n": input.shape[0]}, linear_terms=FIRST, shapes=(shape,),

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -17,9 +19,34 @@ from ops.dims import tensors_in
 from ops.dtypes import HALVES
 from ops.empty_pieces import grown
 from ops.factors import Arg, Factors, Letter, NoRule, pointwise_factors
-from ops.registry import rule
+from ops.registry import Function, rule
 
 Tensor = torch.Tensor
+
+
+def losses(*funcs: Function, doc: str) -> Callable[..., Any]:
+    """Registers a rule of these functions of Python. The rule and its local function receive all
+    arguments by name."""
+
+    def enter(make: Callable[..., Factors]) -> Callable[..., Factors]:
+        for func in funcs:
+            names = [*signature(func).parameters]
+            rule(func, exact=True, doc=doc)(partial(_factors, make, names))
+        return make
+
+    return enter
+
+
+def _factors(make: Callable[..., Factors], names: list[str], *args: Any, **words: Any) -> Factors:
+    f = _by_name(make, names, *args, **words)
+    local: Any = f.local
+    if local is not None:
+        f.local = lambda call: partial(_by_name, local(call), names)
+    return f
+
+
+def _by_name(run: Callable[..., Any], names: list[str], *args: Any, **words: Any) -> Any:
+    return run(**dict(zip(names, args, strict=False)), **words)
 
 
 def requested_reduction(words: dict[str, Any]) -> str:
@@ -50,9 +77,8 @@ def loss_factors(f: Factors, reduction: str, count: int) -> Factors:
         if not call.split:
             return func
 
-        def run(*args: Any, **words: Any) -> Tensor:
-            words["reduction"] = "none"
-            return total(func(*args, **words), divisor)
+        def run(**words: Any) -> Tensor:
+            return total(func(**{**words, "reduction": "none"}), divisor)
 
         return run
 
@@ -60,46 +86,43 @@ def loss_factors(f: Factors, reduction: str, count: int) -> Factors:
     return f.replace(outputs=((),), reduced=gone, shapes=((),), local=local)
 
 
-def elementwise(tensors: list[Any], words: dict[str, Any]) -> Factors:
+def elementwise(words: dict[str, Any]) -> Factors:
     """Returns the factors of a loss with one value for each element of the broadcast tensors."""
-    if not all(isinstance(t, Arg) for t in tensors):
-        raise NoRule("options by position")
     reduction = requested_reduction(words)
+    tensors = tensors_in(*words.values())
     f = pointwise_factors(tensors)
     shape = f.output_shapes()[0]
     count = math.prod(shape) if reduction != "batchmean" else (tensors[0].shape or (1,))[0]
     return loss_factors(f, reduction, count)
 
 
-@rule(
+ELEMENTWISE = "elementwise; mean and sum: P(sum)"
+
+
+@losses(
     F.smooth_l1_loss, F.kl_div, F.soft_margin_loss, F.hinge_embedding_loss, F.poisson_nll_loss,
-    F.margin_ranking_loss, F.mse_loss, F.l1_loss, F.huber_loss, exact=True,
+    F.margin_ranking_loss, F.mse_loss, F.l1_loss, F.huber_loss, doc=ELEMENTWISE,
 )  # fmt: skip
-def loss(*tensors: Any, weight: Any = None, **words: Any) -> Factors:
-    """elementwise; mean and sum: P(sum)"""
+def loss(weight: Any = None, **words: Any) -> Factors:
     if weight is not None and words.get("reduction", "mean") == "mean":
         raise NoRule("a mean by weights")
-    return elementwise([*tensors, *tensors_in(*words.values(), weight)], words)
+    return elementwise({**words, "weight": weight})
 
 
-@rule(F.binary_cross_entropy, F.binary_cross_entropy_with_logits, exact=True)
-def binary_cross_entropy(
-    input: Arg, target: Arg, weight: Any = None, *more: Any, pos_weight: Any = None, **words: Any
-) -> Factors:
-    """elementwise; mean and sum: P(sum)"""
+@losses(F.binary_cross_entropy, F.binary_cross_entropy_with_logits, doc=ELEMENTWISE)
+def binary_cross_entropy(input: Arg, target: Arg, **words: Any) -> Factors:
     if target.shape != input.shape:
         raise ValueError(
             f"target {list(target.shape)} must be of the size of input {list(input.shape)}"
         )
-    return elementwise([input, target, *tensors_in(weight), *more, *tensors_in(pos_weight)], words)
+    return elementwise({"input": input, "target": target, **words})
 
 
-@rule(F.gaussian_nll_loss, exact=True)
-def gaussian_nll_loss(input: Arg, target: Arg, var: Any, *more: Any, **words: Any) -> Factors:
-    """elementwise; mean and sum: P(sum)"""
+@losses(F.gaussian_nll_loss, doc=ELEMENTWISE)
+def gaussian_nll_loss(input: Arg, target: Arg, var: Any, **words: Any) -> Factors:
     if not isinstance(var, Arg) or not input.shape == target.shape == var.shape:
         raise NoRule("a variance of another shape")  # torch adds a dim to it
-    return elementwise([input, target, var, *more], words)
+    return elementwise({"input": input, "target": target, "var": var, **words})
 
 
 @rule(torch.ctc_loss, exact=True)
@@ -170,17 +193,14 @@ def rowwise(tensors: list[Arg], words: dict[str, Any]) -> Factors:
     return loss_factors(f, reduction, rows)
 
 
-@rule(F.multi_margin_loss, F.multilabel_margin_loss, F.multilabel_soft_margin_loss, exact=True)
-def row_loss(input: Arg, target: Arg, *more: Any, weight: Any = None, **words: Any) -> Factors:
-    """rows pass through; mean and sum: P(sum)"""
-    if more or weight is not None:
-        raise NoRule("weights, or options by position")
-    return rowwise([input, target], words)
-
-
-@rule(F.cosine_embedding_loss, F.triplet_margin_loss, exact=True)
-def three_rows_loss(first: Any, second: Arg, third: Arg, *more: Any, **words: Any) -> Factors:
-    """rows pass through; mean and sum: P(sum)"""
-    if more or first.shape != second.shape:
-        raise NoRule("rows that broadcast, or options by position")
-    return rowwise([first, second, third], words)
+@losses(
+    F.multi_margin_loss, F.multilabel_margin_loss, F.multilabel_soft_margin_loss,
+    F.cosine_embedding_loss, F.triplet_margin_loss, doc="rows pass through; mean and sum: P(sum)",
+)  # fmt: skip
+def row_loss(weight: Any = None, **words: Any) -> Factors:
+    if weight is not None:
+        raise NoRule("weights of classes")
+    first, second, *third = tensors = tensors_in(*words.values())
+    if third and first.shape != second.shape:
+        raise NoRule("rows that broadcast")
+    return rowwise(tensors, words)

@@ -46,8 +46,8 @@ def made(call: Any) -> Callable[..., Any]:
     func = torch.Tensor.new_empty if call.func is torch.Tensor.new else call.func
     shape, fills = call.outputs[0].local_shape, func is torch.Tensor.new_full
 
-    def run(input: Any, *args: Any, size: Any = None, **options: Any) -> Any:
-        return func(input, shape, *(args[1 if size is None else 0 :] if fills else ()), **options)
+    def run(input: Any, *args: Any, **options: Any) -> Any:
+        return func(input, shape, *(args[1:] if fills else ()), **options)
 
     return run
 
@@ -55,7 +55,7 @@ def made(call: Any) -> Callable[..., Any]:
 @rule(torch.Tensor.new_zeros, torch.Tensor.new_ones, torch.Tensor.new_empty, exact=True)
 def new_zeros(input: Arg, *sizes: Any, **kwargs: Any) -> Factors:
     """replicated, or as the input where the shape is the same"""
-    return new(input, numbers(sizes or (kwargs["size"],)), made)
+    return new(input, numbers(sizes), made)
 
 
 @rule(torch.Tensor.new_full, exact=True)

@@ -94,12 +94,6 @@ def _not_inplace(func: Function, factors: Callable[..., Factors]) -> Callable[..
     return checked
 
 
-def operands(args: Any, kwargs: dict[str, Any], *names: str) -> list[Any]:
-    """Returns the named arguments of a call, given by position or by name; None for a missing
-    one."""
-    return [*args[: len(names)], *map(kwargs.get, names[len(args) :])]
-
-
 def each(*values: Any) -> Terms:
     """Returns a term for each value: a tensor, or the tensors of a product. No terms if a value
     holds only plain numbers."""
@@ -109,30 +103,25 @@ def each(*values: Any) -> Terms:
 
 
 def joint(args: Any, kwargs: dict[str, Any]) -> Terms:
-    """Returns the terms of a sum. torch.add(x, alpha, y) is a deprecated form."""
-    return () if len(args) > 2 else each(*operands(args, kwargs, "input", "other"))
+    """Returns the terms of a sum of two. torch.add(x, alpha, y) is a deprecated form."""
+    return each(*args) if len(args) == 2 else ()
 
 
 def quotient(args: Any, kwargs: dict[str, Any]) -> Terms:
-    input, other = operands(args, kwargs, "input", "other")
+    input, *other = args
     rounded = kwargs.get("rounding_mode") is not None
-    return () if rounded or isinstance(other, Arg) else each(input)
-
-
-def product_and_sum(args: Any, kwargs: dict[str, Any]) -> Terms:
-    input, *factors = operands(args, kwargs, "input", "tensor1", "tensor2")
-    return each(input, factors)
+    return () if rounded or tensors_in(other) else each(input)
 
 
 # How a function is linear: see the names above -> the terms of a call
 LINEAR: dict[str, Callable[[Any, dict[str, Any]], Terms]] = {
     "none": lambda args, kwargs: (),
-    "first": lambda args, kwargs: each(*operands(args, kwargs, "input")),
+    "first": lambda args, kwargs: each(args[0]),
     "joint": joint,
-    "product": lambda args, kwargs: each(operands(args, kwargs, "input", "other")),
+    "product": lambda args, kwargs: each(args),
     "quotient": quotient,
-    "interpolation": lambda args, kwargs: each(*operands(args, kwargs, "input", "end")),
-    "product and sum": product_and_sum,
+    "interpolation": lambda args, kwargs: each(*args[:2]),
+    "product and sum": lambda args, kwargs: each(args[0], args[1:]),
 }
 
 

@@ -20,7 +20,7 @@ from ops.registry import rule
 
 LINEAR = torch.dropout, torch.dropout_, F.dropout, torch.feature_dropout, torch.feature_dropout_
 AFFINE = (
-    torch.alpha_dropout, torch.alpha_dropout_, F.alpha_dropout, torch.feature_alpha_dropout,
+    torch.alpha_dropout, torch.alpha_dropout_, torch.feature_alpha_dropout,
     torch.feature_alpha_dropout_,
 )  # fmt: skip
 ALPHA = 1.7580993408473766  # minus the limit of SELU at minus infinity
@@ -61,7 +61,7 @@ def masked(call: LocalCall) -> Callable[..., Any]:
     core = getattr(torch, name)
     draws = drawing(call, "fast", by_position, place, lambda input, p: core(input, p, True))
 
-    def run(input: Tensor, p: float = 0.5, *flags: Any, **named: Any) -> Tensor:
+    def run(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         if not 0.0 <= p <= 1.0:
             raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
         result = input if p == 0.0 else draws(input, p)
@@ -70,13 +70,16 @@ def masked(call: LocalCall) -> Callable[..., Any]:
     return run
 
 
-def dropout(linear: bool) -> Callable[..., Factors]:
-    def factors(input: Arg, p: float = 0.5, *flags: bool, **named: bool) -> Factors:
+def dropout(linear: bool, default: bool = True) -> Callable[..., Factors]:
+    """Returns the rule of a dropout. ``default``: of ``training``, if the function has one."""
+
+    def factors(
+        input: Arg, p: float = 0.5, training: bool = default, inplace: bool = False
+    ) -> Factors:
         """elementwise; a pending sum passes through unless alpha"""
-        train = named.get("train", named.get("training", flags[0] if flags else True))
-        if named.get("inplace", len(flags) > 1 and flags[1]):
+        if inplace:
             raise NoRule("inplace=True is the function with _ at its end")
-        if not train:
+        if not training:
             return pointwise_factors([input], moves=True, view=True, local=alias)
         return pointwise_factors([input], linear_terms=FIRST if linear else (), local=masked)
 
@@ -85,6 +88,7 @@ def dropout(linear: bool) -> Callable[..., Factors]:
 
 rule(*LINEAR, exact=True, doc="elementwise")(dropout(linear=True))
 rule(*AFFINE, exact=True, doc="elementwise")(dropout(linear=False))
+rule(F.alpha_dropout, exact=True, doc="elementwise")(dropout(linear=False, default=False))
 
 
 @drawn("fast")
@@ -109,7 +113,7 @@ def native_dropout(input: Arg, p: float, train: Any = True) -> Factors:
 @drawn("fast")
 def multiply_negative(
     call: LocalCall, draw: DrawProtocol, input: Tensor, lower: float = 0.125, upper: float = 1 / 3,
-    *flags: Any, **named: Any,
+    training: bool = False, inplace: bool = False,
 ) -> Tensor:  # fmt: skip
     """Multiplies each element below zero by its own random number from [lower, upper)."""
     bounds = {"low": lower, "high": upper}

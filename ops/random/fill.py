@@ -38,13 +38,12 @@ def drawing(
     axes = tuple(sorted(call.outputs[0].layout.sharded)) if place is None else place
 
     def run(*args: Any, generator: Any = None, **kwargs: Any) -> Any:
-        if args and isinstance(args[-1], torch.Generator):
+        if isinstance(args[-1], torch.Generator):  # of poisson and rrelu_
             *args, generator = args  # type: ignore[assignment]
         draw = call.collectives.draw(default, generator)
         if draw.invariant:
             return by_position(draw, *args, **kwargs)
-        first = args[0] if args and isinstance(args[0], Tensor) else _tensor_of(args, kwargs)
-        with draw.seeded(axes, first.device):
+        with draw.seeded(axes, next(a for a in args if isinstance(a, Tensor)).device):
             return run_fast(*args, **kwargs)
 
     return run
@@ -60,10 +59,6 @@ def drawn(default: str) -> Callable[[ByPosition], LocalMaker]:
     return decorator
 
 
-def _tensor_of(args: Any, kwargs: Any) -> Tensor:
-    return next(a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
-
-
 def whole_float(dtype: torch.dtype) -> int:
     """Returns the largest n such that dtype holds all integers up to n, or of an integer dtype its
     largest value."""
@@ -77,23 +72,24 @@ def whole_float(dtype: torch.dtype) -> int:
 # In place -----------------------------------------------------------------------------------------
 
 
-# torch function -> the distribution, and its options by position; RENAMED: their names in torch
-FILLS: dict[Any, tuple[str, tuple[str, ...]]] = {
-    Tensor.normal_: ("normal", ("mean", "std")), Tensor.uniform_: ("uniform", ("low", "high")),
-    Tensor.exponential_: ("exponential", ("rate",)), Tensor.bernoulli_: ("bernoulli", ("p",)),
-    Tensor.random_: ("integers", ("low", "high")),
+RANGE = {"from": "low", "to": "high"}
+# torch function -> the distribution, and its options: their names in torch, in order -> here
+FILLS: dict[Any, tuple[str, dict[str, str]]] = {
+    Tensor.normal_: ("normal", {"mean": "mean", "std": "std"}),
+    Tensor.uniform_: ("uniform", RANGE), Tensor.random_: ("integers", RANGE),
+    Tensor.exponential_: ("exponential", {"lambd": "rate"}),
+    Tensor.bernoulli_: ("bernoulli", {"p": "p"}),
 }  # fmt: skip
-RENAMED = {"from": "low", "to": "high", "lambd": "rate"}
 
 
 def distribution(func: Any, dtype: torch.dtype, args: Any, kwargs: dict[str, Any]) -> Kind:
     """Returns the distribution of a call and its options."""
     kind, names = FILLS[func]
-    named = {RENAMED.get(name, name): value for name, value in kwargs.items()}
-    if kind != "integers":
-        return kind, {**dict(zip(names, args, strict=False)), **named}
-    low, high = (0, *args)[-2:] if args else (0, whole_float(dtype) + 1)  # random_(to)
-    return kind, {"low": low, "high": high, **named}
+    if kind == "integers":
+        low, high = (0, *args)[-2:] if args else (0, None)  # random_(to)
+        return kind, {"low": low, "high": whole_float(dtype) + 1 if high is None else high}
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return kind, {names[name]: value for name, value in given.items()}
 
 
 # torch draws the whole tensor on every rank, which keeps its piece
@@ -146,8 +142,7 @@ def likeness(
     """Runs rand_like, randn_like or randint_like of this rank's piece."""
     kind, options = LIKES[call.func], {}
     if kind == "integers":
-        low, high = (0, *bounds)[-2:] if bounds else (0, 0)
-        options = {"low": kwargs.pop("low", low), "high": kwargs.pop("high", high)}
+        options = dict(zip(("low", "high"), (0, *bounds)[-2:], strict=True))
     out = torch.empty_like(input, **kwargs)
     numbers = draw.numbers(kind, call.outputs[0], out.dtype, out.device, **options)
     out.detach().copy_(numbers)

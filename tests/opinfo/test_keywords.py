@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import disttensor as dt
 from disttensor import Replicate, Shard
 from ops.registry import RULES
-from ops.signatures import by_position, chosen
+from ops.signatures import chosen, form_of
 from tests.opinfo.kept import KILLS
 from tests.opinfo.opinfo_call import close, seed
 from tests.opinfo.opinfo_check import OPS, UNSET, common_methods_invocations, unseeded
@@ -110,16 +110,19 @@ def test_every_rule_takes_its_arguments_by_keyword_in_any_order():
 
 
 def test_the_names_and_the_order_of_torch():
-    """A pure look at the reading itself."""
+    """A pure look at the form itself."""
     a, b, c = "abc"
-    read = by_position(torch.baddbmm, [], {"batch2": c, "beta": 2, "batch1": b, "input": a})
-    assert read == ([a, b, c], {"beta": 2})
-    assert by_position(torch.Tensor.sum, [a], {"keepdims": True, "axis": 1}) == ([a, 1, True], {})
-    assert by_position(F.layer_norm, [a, (4,)], {"eps": 1, "bias": b}) == (
-        [a, (4,)], {"bias": b, "eps": 1},
-    )  # fmt: skip
-    assert by_position(torch.cosine_similarity, [], {"x2": b, "x1": a}) == ([a, b], {})
-    assert by_position(torch.Tensor.var, [a], {"unbiased": False}) == ([a, False], {})
+    form = form_of(torch.baddbmm, [], {"batch2": c, "beta": 2, "batch1": b, "input": a})
+    assert form == ([a, b, c], {"beta": 2}, (3, 2, 0, 1))
+    form = form_of(torch.Tensor.sum, [a], {"keepdims": True, "axis": 1})
+    assert form == ([a, 1, True], {}, (0, 2, 1))
+    form = form_of(F.layer_norm, [a, (4,)], {"eps": 1, "bias": b})
+    assert form == ([a, (4,)], {"bias": b, "eps": 1}, (0, 1, 3, 2))
+    assert form_of(F.layer_norm, [a, (4,)], {"bias": b, "eps": 1}).order is None
+    assert form_of(torch.cosine_similarity, [], {"x2": b, "x1": a}) == ([a, b], {}, (1, 0))
+    assert form_of(torch.Tensor.var, [a], {"unbiased": False}) == ([a, False], {}, (0, 1))
+    form = form_of(torch.randint_like, [a, 2], {"requires_grad": False, "high": 5})
+    assert form == ([a, 2, 5], {"requires_grad": False}, (0, 1, 3, 2))
 
 
 CALLS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -28,12 +29,14 @@ def constant(func: Any, first: int) -> Iterator[Any]:
     """``func`` whose tensors from ``first`` on are given as integers: torch has no gradient for
     them, and the oracle asks for one of each float."""
 
+    kept = [*inspect.signature(func).parameters][:first]
+
     def wrapped(*args: Any, **words: Any) -> Any:
         def real(v: Any) -> Any:
             return v.double() if isinstance(v, torch.Tensor) and not v.is_floating_point() else v
 
         args = (*args[:first], *(real(a) for a in args[first:]))
-        return func(*args, **{k: real(v) for k, v in words.items()})
+        return func(*args, **{k: v if k in kept else real(v) for k, v in words.items()})
 
     wrapped.__name__ = func.__name__
     RULES[wrapped] = RULES[func]

@@ -16,7 +16,6 @@ import ops
 from disttensor.core.layout import box_at
 from disttensor.core.placement import Partial, Placement, Replicate, Shard
 from ops import Arg
-from ops.factors import NoRule
 from ops.local import LocalCall, LocalPiece
 from ops.registry import RULES
 from tests.support.simulate import (
@@ -314,13 +313,14 @@ NAMES = {
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("by_position", [0, 1, 2])
-def test_a_fused_optimizer_has_no_rule_for_lists_by_name(name: str, by_position: int) -> None:
-    """What is written goes by position; the numbers beside the lists come by name too."""
+def test_a_fused_optimizer_takes_lists_by_name(name: str, by_position: int) -> None:
     func, args, options, layouts = fused_case(name)
     names = ["self", *NAMES[name].split()]
     named = dict(zip(names[by_position:], args[by_position:], strict=True))
-    with pytest.raises(NoRule, match="lists given by name"):
-        plan(func, args[:by_position], {**named, **options, "lr": 0.1}, layouts, (2, 2))
+    rest = {**options, "lr": 0.1}
+    _, want, *_ = plan(func, args, rest, layouts, (2, 2))
+    _, got, *_ = plan(func, args[:by_position], {**named, **rest}, layouts, (2, 2))
+    assert (got.targets, got.inputs) == (want.targets, want.inputs)
 
 
 def test_gradients_follow_the_parameters() -> None:

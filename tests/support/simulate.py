@@ -23,7 +23,7 @@ from ops.infer import decide
 from ops.local import LocalCall, LocalPiece
 from ops.propagation import Decision
 from ops.registry import RULES
-from ops.signatures import normalize_call
+from ops.signatures import form_of, read_numbers
 from tests.support.layouts import assemble, cut
 from tests.support.structure import flat, replace_tensors
 from tests.support.thread_ranks import Coordinate, SimulatedCollectives, World
@@ -56,6 +56,7 @@ def plan(
     mesh_shape: Coordinate,
 ) -> tuple[list[Tensor], Factors, Decision | None, bool]:
     """(tensors of the call, factors, decision, in place)."""
+    args, kwargs, _ = form_of(func, args, kwargs)
     tensors: list[Tensor] = []
     placed: list[Arg] = []
 
@@ -92,6 +93,7 @@ def simulate(
     the gradients, for the gradients of those (of the tensors, then of the cotangents). Raises
     NoRule where the rule does not cover the call, AssertionError where ranks or shapes disagree.
     """
+    args, kwargs, _ = form_of(func, args, kwargs)  # type: ignore[assignment]
     tensors, factors, decision, inplace = plan(func, args, kwargs, layouts, mesh_shape)
     if decision is None:
         return None
@@ -306,7 +308,8 @@ def check_rule(
     to a copy). Raises AssertionError with the layouts in it, NoRule where the rule does not cover
     the call.
     """
-    args, kwargs = normalize_call(func, args, kwargs) or (args, kwargs)  # type: ignore[assignment]
+    args, kwargs = read_numbers(func, args, kwargs) or (args, kwargs)  # type: ignore[assignment]
+    args, kwargs, _ = form_of(func, args, kwargs)  # type: ignore[assignment]
     tensors: list[Tensor] = []
     replace_tensors((args, kwargs), lambda t: tensors.append(t) or t)
     copies = [
