@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import GetSetDescriptorType
 from typing import Any
 
 import torch
@@ -58,6 +59,12 @@ for _method in (
 ):  # fmt: skip
     _of_local(_method)
 
+# Attributes of C++ that no mixin overrides (``name``, ``_cdata``): reading them sends nothing.
+for _name, _attribute in vars(Tensor.__base__).items():
+    if isinstance(_attribute, GetSetDescriptorType) and getattr(DistTensor, _name) is _attribute:
+        _of_local(_attribute.__get__)
+HANDLERS[Tensor.grad.__get__] = lambda x: x.grad  # ``x._grad``
+HANDLERS[Tensor.grad_fn.__get__] = lambda x: x.grad_fn  # type: ignore[attr-defined]
 HANDLERS[Tensor.data_ptr] = memory.data_ptr
 for _name in ("untyped_storage", "storage", "_typed_storage"):
     HANDLERS[getattr(Tensor, _name)] = partial(memory.storage, name=_name)

@@ -3,6 +3,7 @@ rank."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
@@ -162,6 +163,22 @@ def test_changes_in_place(layout):
         except Exception as error:
             wrong.append(f"{text}: {type(error).__name__}: {error}")
     assert not wrong, "\n".join(wrong)
+
+
+@everywhere
+def test_reading_an_attribute_sends_nothing():
+    """A debugger, or ``getattr(p, "name", None)`` of a library, reads attributes on one rank."""
+    sent = {}
+    for layout in LAYOUTS[:6]:
+        x = dt.shard_tensor(counted(5, 6), grid(), layout)
+        for y in (x, (x.clone().requires_grad_() * 2)):
+            for name in dir(y):
+                with dt.debugging.record_comms() as log, contextlib.suppress(Exception):
+                    getattr(y, name)
+                sent.update({name: log.counts()} if len(log) else {})
+    assert not sent
+    x.requires_grad_().sum().backward()
+    assert x._grad is x.grad and x.name is None and (x * 2)._grad_fn is not None
 
 
 @everywhere
