@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from operator import attrgetter
 from types import GetSetDescriptorType
 from typing import Any
 
@@ -59,12 +60,13 @@ for _method in (
 ):  # fmt: skip
     _of_local(_method)
 
-# Attributes of C++ that no mixin overrides (``name``, ``_cdata``): reading them sends nothing.
+# Attributes of C++ (``name``, ``_cdata``): reading them sends nothing. C++ reads ``_grad`` by grad.
 for _name, _attribute in vars(Tensor.__base__).items():
-    if isinstance(_attribute, GetSetDescriptorType) and getattr(DistTensor, _name) is _attribute:
-        _of_local(_attribute.__get__)
-HANDLERS[Tensor.grad.__get__] = lambda x: x.grad  # ``x._grad``
-HANDLERS[Tensor.grad_fn.__get__] = lambda x: x.grad_fn  # type: ignore[attr-defined]
+    if isinstance(_attribute, GetSetDescriptorType):
+        if getattr(DistTensor, _name) is _attribute:
+            _of_local(_attribute.__get__)
+        elif _name in ("grad", "grad_fn"):
+            HANDLERS[_attribute.__get__] = attrgetter(_name)
 HANDLERS[Tensor.data_ptr] = memory.data_ptr
 for _name in ("untyped_storage", "storage", "_typed_storage"):
     HANDLERS[getattr(Tensor, _name)] = partial(memory.storage, name=_name)
