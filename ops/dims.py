@@ -90,8 +90,8 @@ def without(input: Arg, gone: Iterable[int]) -> Dims:
 # Results of the function itself -------------------------------------------------------------------
 
 
-def results_of(func: Function, args: Any, kwargs: Any) -> list[tuple[int, ...]]:
-    """Returns the shapes of the results. Raises NoRule if the function cannot run on tensors
+def run_on_meta(func: Function, args: Any, kwargs: Any) -> list[Tensor]:
+    """Returns the results, without data. Raises NoRule if the function cannot run on tensors
     without data, or raises an error."""
 
     def meta(value: Arg) -> Tensor:
@@ -99,11 +99,14 @@ def results_of(func: Function, args: Any, kwargs: Any) -> list[tuple[int, ...]]:
 
     try:
         args, kwargs = substitute((args, kwargs), meta, Arg)
-        out = func(*args, **kwargs)
+        return collect(func(*args, **kwargs), [])
     except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
         raise NoRule(f"{getattr(func, '__name__', func)}: {error}") from None
-    found = [out] if isinstance(out, Tensor) else [t for t in out if isinstance(t, Tensor)]
-    return [tuple(t.shape) for t in found]
+
+
+def results_of(func: Function, args: Any, kwargs: Any) -> list[tuple[int, ...]]:
+    """Returns the shapes of the results of ``run_on_meta``."""
+    return [tuple(t.shape) for t in run_on_meta(func, args, kwargs)]
 
 
 def batched_factors(

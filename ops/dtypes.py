@@ -11,6 +11,23 @@ Tensor = torch.Tensor
 HALVES = (torch.float16, torch.bfloat16)
 
 
+SUMMED = {
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+}  # fmt: skip
+
+
+def smooth(dtype: Any) -> bool:
+    """Returns True for a dtype of real or complex numbers of at least 16 bits."""
+    return dtype is None or ((dtype.is_floating_point or dtype.is_complex) and dtype.itemsize > 1)
+
+
+def has_sums(dtype: Any) -> bool:
+    """Returns True if tensors of this dtype can be added up over ranks: not of bools, of unsigned
+    integers of more than 8 bits, nor of floats of 8 bits."""
+    return dtype is None or dtype in SUMMED
+
+
 def wide(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype in which torch accumulates: float32 for half precision."""
     return torch.float32 if dtype in HALVES else dtype

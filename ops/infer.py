@@ -11,6 +11,7 @@ from disttensor.core.layout import Axes, replicated
 from disttensor.core.placement import Placement
 from disttensor.pytree import substitute
 from ops.factors import Arg, Factors, NoRule
+from ops.promotion import fit_dtypes
 from ops.propagation import Decision, assign
 from ops.registry import RULES, Rule
 from ops.signatures import form_of
@@ -46,6 +47,7 @@ def decide(
         )
     if not factors.per_item:
         factors = factors.with_sizes([t.shape for t in tensors])
+    factors = fit_dtypes(func, args, kwargs, tensors, factors)
     return rule, factors, assign(factors, tensors, mesh_shape, fixed=rule.inplace)
 
 

@@ -93,8 +93,7 @@ def foreach(name: str, inplace: bool) -> Callable[..., Factors]:
 
         def one(members: Sequence[Arg]) -> Factors:
             if name == "copy":
-                linear = SECOND if members[0].dtype == members[1].dtype else ()
-                return pointwise_factors(members, linear_terms=linear, metadata_only={0})
+                return pointwise_factors(members, linear_terms=SECOND, metadata_only={0})
             terms = () if name == "div" and shared else terms_of(members, {})
             return pointwise_factors(members, linear_terms=terms, moves=copies)
 

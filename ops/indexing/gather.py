@@ -22,11 +22,6 @@ from ops.shape.view_copy import copied
 Tensor = torch.Tensor
 
 
-def summable(input: Arg) -> bool:
-    """Returns True if rows can be selected by a sum in which other ranks add zeros."""
-    return input.dtype is not torch.bool
-
-
 @rule(*named("select"), exact=True)
 def select(input: Arg, dim: int, index: int) -> Factors:
     """the dim is whole"""
@@ -80,13 +75,12 @@ def index_select(input: Arg, dim: int, index: Arg) -> Factors:
         def run(input: Tensor, dim: int, index: Tensor) -> Tensor:
             here, others = owned.find(index)
             out = owned.rows(input, at).index_select(at, here)
-            return out.masked_fill(others.reshape(-1, *tail), 0)
+            return owned.without(out, others.reshape(-1, *tail))
 
         return run
 
-    reduced: dict[Letter, str] = {at: "sum"} if summable(input) else {}
     return Factors(
-        (letters_of(input), (which,) * index.ndim), (replaced(input, at, which),), {}, reduced,
+        (letters_of(input), (which,) * index.ndim), (replaced(input, at, which),), {}, {at: "sum"},
         linear_terms=FIRST, local=local,
     )  # fmt: skip
 
@@ -117,14 +111,13 @@ def _gathered(input: Arg, dim: int, index: Arg, broadcast: bool) -> Factors:
                 out = torch.take_along_dim(owned.rows(input, at), here, at)
             else:
                 out = owned.gather(input, at, here, index)
-            return out.masked_fill(others, 0)
+            return owned.without(out, others)
 
         return run
 
     shorter = {x for x in theirs if isinstance(x, str) and x != "index"}
-    reduced: dict[Letter, str] = {at: "sum"} if summable(input) else {}
     return Factors(
-        (mine, theirs), (out,), {}, reduced, shorter, linear_terms=FIRST, shapes=(shape,),
+        (mine, theirs), (out,), {}, {at: "sum"}, shorter, linear_terms=FIRST, shapes=(shape,),
         local=local,
     )  # fmt: skip
 

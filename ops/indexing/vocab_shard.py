@@ -47,6 +47,12 @@ class Owned:
             )
         return (index - self.offset).masked_fill(others, 0), others
 
+    @staticmethod
+    def without(rows: Tensor, others: Tensor) -> Tensor:
+        """Returns the rows, with -0.0 for rows of other ranks: a sum with 0.0 would lose the sign
+        of a -0.0."""
+        return rows.masked_fill(others, complex(-0.0, -0.0) if rows.is_complex() else -0.0)
+
     def gather(self, input: Tensor, dim: int, here: Tensor, index: Tensor) -> Tensor:
         """Returns the elements ``here`` of the piece along ``dim``. Raises for a number of
         ``index`` that no rank owns, as one process does."""

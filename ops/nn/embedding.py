@@ -52,7 +52,7 @@ def _lookup(call: Any) -> Callable[..., Tensor]:
             if not 0 <= padding_idx < owned.size:
                 padding_idx = None
         out = F.embedding(here, owned.rows(weight), padding_idx)
-        return out.masked_fill(others.unsqueeze(-1), 0)
+        return owned.without(out, others.unsqueeze(-1))
 
     return embedding
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from ops.dims import FIRST, batched_factors, without
+from ops.dtypes import smooth
 from ops.empty_pieces import zeros_if_empty
 from ops.factors import Arg, Factors, NoRule, Terms
 from ops.registry import Function, rule
@@ -32,7 +33,8 @@ def _images(
             raise NoRule(f"{func.__name__} wants batch, channels and at least one more dim")
         return batched_factors(
             func, args, words, images, [last] * tensors,
-            linear_terms=FIRST if linear else (), local=zeros_if_empty,
+            # of integers torch rounds each average
+            linear_terms=FIRST if linear and smooth(args[0].dtype) else (), local=zeros_if_empty,
         )  # fmt: skip
 
 

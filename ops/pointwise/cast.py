@@ -1,8 +1,6 @@
 """Copies and casts: the same elements, perhaps in another dtype; and functions that fill a tensor.
 
-A cast between floating dtypes is linear. A cast to integers or bool rounds each summand, and a cast
-from integers may round a summand that an integer sum would keep. These are not linear, so a Partial
-is reduced first.
+A cast is linear if both dtypes are floating (``ops/promotion.py``).
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ from typing import Any
 import torch
 
 from ops.dims import FIRST, SECOND
+from ops.dtypes import smooth
 from ops.factors import Arg, Factors, NoRule, pointwise_factors
 from ops.pointwise.elementwise import enter
 from ops.registry import Rule, rule
@@ -28,15 +27,11 @@ DTYPES = {
 }  # fmt: skip
 
 
-def smooth(dtype: Any) -> bool:
-    """Returns True for a dtype of real or complex numbers of at least 16 bits."""
-    return dtype is None or ((dtype.is_floating_point or dtype.is_complex) and dtype.itemsize > 1)
-
-
 def cast(input: Arg, dtype: Any) -> Factors:
     """elementwise; any Partial passes where the dtype stays, a sum where both are floating"""
     if dtype is None or dtype == (input.dtype or torch.float32):
         return alias(input)
+    # tensors without data do not move to another device, so torch is not asked
     linear = smooth(input.dtype) and smooth(dtype)
     return pointwise_factors([input], linear_terms=FIRST if linear else ())
 
@@ -134,9 +129,7 @@ def copy_(input: Arg, src: Any, non_blocking: bool = False) -> Factors:
     """the target is only written; linear in the source"""
     if not isinstance(src, Arg):
         return fill_(input, src)
-    linear = (smooth(input.dtype) and smooth(src.dtype)) or input.dtype == src.dtype
-    terms = SECOND if linear else ()
-    return pointwise_factors([input, src], linear_terms=terms, metadata_only={0})
+    return pointwise_factors([input, src], linear_terms=SECOND, metadata_only={0})
 
 
 @rule(torch.zero_)

@@ -10,7 +10,7 @@ import torch
 from ops.dims import FIRST, PRODUCT, front, fronts, named, shaped, tensors_in, without
 from ops.empty_pieces import zeros_if_empty
 from ops.factors import Arg, Factors, NoRule, pointwise_factors
-from ops.reduction.sum import linear_in, reduced_dims, reduction
+from ops.reduction.sum import reduced_dims, reduction
 from ops.registry import Function, rule
 
 
@@ -25,7 +25,7 @@ def along(input: Arg, dim: Any, results: int = 1, **options: Any) -> Factors:
 @rule(torch.cumsum)
 def cumsum(input: Arg, dim: int, *, dtype: Any = None, out: None = None) -> Factors:
     """linear; the dim stays whole"""
-    return along(input, dim, linear_terms=linear_in(input, dtype))
+    return along(input, dim, linear_terms=FIRST)
 
 
 def _scan(*funcs: Function, results: int = 1, default: int | None = -1, doc: str) -> None:

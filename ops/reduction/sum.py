@@ -16,18 +16,9 @@ from torch import Tensor
 
 from disttensor.core.layout import Axes
 from ops.dims import FIRST, fronts
-from ops.factors import Arg, Factors, Letter, LocalMaker, NoRule, Terms
+from ops.factors import Arg, Factors, Letter, LocalMaker, NoRule
 from ops.local import LocalCall
 from ops.registry import rule
-
-
-def linear_in(input: Arg, dtype: Any) -> Terms:
-    """Returns the terms of a sum: linear, unless there is a cast to or from narrow integers."""
-    wide = input.dtype is None or input.dtype.is_floating_point or input.dtype.is_complex
-    to_float = dtype is None or dtype.is_floating_point or dtype.is_complex
-    if (wide and to_float) or (input.dtype == torch.int64 and dtype in (None, torch.int64)):
-        return FIRST
-    return ()
 
 
 def reduced_dims(input: Arg, dim: Any) -> tuple[int, ...]:
@@ -84,7 +75,7 @@ def inner(gone: tuple[int, ...], reduce: Callable[..., Any]) -> LocalMaker:
 @rule(torch.sum)
 def sum(input: Arg, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Factors:
     """reduced dims: P(sum)"""
-    return reduction(input, dim, keepdim, "sum", linear_terms=linear_in(input, dtype))
+    return reduction(input, dim, keepdim, "sum", linear_terms=FIRST)
 
 
 @rule(torch.mean)
@@ -106,7 +97,7 @@ def mean(
         return mean
 
     return reduction(
-        input, dim, keepdim, "sum", linear_terms=linear_in(input, dtype), local=local,
+        input, dim, keepdim, "sum", linear_terms=FIRST, local=local,
         independent=set(range(input.ndim)),
     )  # fmt: skip
 

@@ -90,16 +90,21 @@ def compare_expressions(expressions: list[str], x: Any, plain: torch.Tensor, **n
 
 
 def cut(
-    x: Tensor, layout: Layout, mesh_shape: Coordinate, seed: int = 0
+    x: Tensor, layout: Layout, mesh_shape: Coordinate, seed: int = 0, joins: Sequence[int] = ()
 ) -> dict[Coordinate, Tensor]:
-    """The pieces of x at every coordinate; for a Partial random ones whose reduction is x."""
+    """The pieces of x at every coordinate; for a Partial random ones whose reduction is x; over
+    the axes ``joins`` the first rank has the value, the others zeros."""
     pieces: list[tuple[dict[int, int], Tensor]] = [({}, x.detach())]
     generator = torch.Generator().manual_seed(seed)
     for axis, op in layout.partial:
         pieces = [
             ({**at, axis: i}, part)
             for at, value in pieces
-            for i, part in enumerate(summands(value, op, mesh_shape[axis], generator))
+            for i, part in enumerate(
+                [value, *[torch.zeros_like(value)] * (mesh_shape[axis] - 1)]
+                if axis in joins
+                else summands(value, op, mesh_shape[axis], generator)
+            )
         ]
     out = {}
     for c in itertools.product(*(range(n) for n in mesh_shape)):
@@ -114,6 +119,9 @@ def summands(x: Tensor, op: str, n: int, generator: torch.Generator) -> list[Ten
         raise ValueError(f"the {op} of bools is no bool")
     draw = functools.partial(torch.randint, size=x.shape, generator=generator)
     noise = [draw(3).to(x.device) for _ in range(n)]
+    if op == "sum" and not (x.dtype.is_floating_point or x.dtype.is_complex):
+        info = torch.iinfo(x.dtype)  # sums of integers wrap around
+        noise = [draw(high=info.max, low=info.min).to(x.dtype).to(x.device) for _ in range(n)]
     lucky = draw(n).to(x.device)  # the rank that has the value
     if op in ("sum", "avg"):
         others = [t.to(x.dtype) for t in noise[:-1]]

@@ -98,10 +98,11 @@ def simulate(
     if decision is None:
         return None
     world = World(mesh_shape)
-    cuts = [
-        cut(t, w, mesh_shape, seed=i)
-        for i, (t, w) in enumerate(zip(tensors, decision.input_layouts, strict=True))
-    ]
+    cuts = []
+    for i, (t, w) in enumerate(zip(tensors, decision.input_layouts, strict=True)):
+        came = [isinstance(p, Partial) for p in layouts[i]]
+        joins = [a for a, op in w.partial if op == "sum" and not came[a]]
+        cuts.append(cut(t, w, mesh_shape, seed=i, joins=joins))
     shapes = factors.output_shapes()
     values: dict[Coordinate, list[Any]] = {}
     grads: dict[Coordinate, list[Any]] = {}
