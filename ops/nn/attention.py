@@ -46,6 +46,11 @@ def scaled_dot_product_attention(
     length, width = key.shape[-2], query.shape[-1]
     if key.shape != (*heads, length, width) or value.shape[:-1] != (*heads, length):
         raise NoRule("scaled_dot_product_attention of shapes that broadcast")
+    if is_causal and attn_mask is not None:
+        raise RuntimeError(
+            "scaled_dot_product_attention: with is_causal=True no attn_mask is expected; add the "
+            "causal part to the mask, and leave is_causal out"
+        )
     policy = attention_policy.policy.current()
     along = {arg.layout.dims[-2] for arg in (query, key, value)}
     alike = len(along) == 1 and along != {()}  # each is split by its own size
@@ -74,7 +79,8 @@ def scaled_dot_product_attention(
 
 def with_whole_keys(call: LocalCall, dropout_p: float, is_causal: bool) -> Local:
     """Returns the local function of a call in which a rank has all keys for its queries."""
-    return (with_dropout if dropout_p else causal if is_causal else zeros_if_empty)(call)
+    plain = (causal if is_causal else zeros_if_empty)(call)
+    return with_dropout(call, plain) if dropout_p else plain
 
 
 def causal(call: LocalCall) -> Callable[..., Any]:
@@ -99,16 +105,16 @@ def causal(call: LocalCall) -> Callable[..., Any]:
     return from_there
 
 
-def with_dropout(call: LocalCall) -> Callable[..., Any]:
+def with_dropout(call: LocalCall, plain: Local) -> Callable[..., Any]:
     """Returns the local function of attention with dropout, with a random number for each of the
-    weights [..., l, s]. If the width of the values is split, the ranks that split it share the
-    mask."""
+    weights [..., l, s]: ``plain`` with numbers of torch's own, or one by position. If the width of
+    the values is split, the ranks that split it share the mask."""
     out, keys = call.outputs[0], call.inputs[1]
     size = keys.shape[-2]
     offset, rows = out.local_box
     mask = LocalPiece((*out.shape[:-1], size), Box((*offset[:-1], 0), (*rows[:-1], size)))
     place = tuple(a for axes in out.layout.dims[:-1] for a in axes)
-    plain, first = zeros_if_empty(call), offset[-2]
+    first = offset[-2]
 
     def by_position(
         draw: DrawProtocol, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None,

@@ -91,13 +91,18 @@ rule(*AFFINE, exact=True, doc="elementwise")(dropout(linear=False))
 rule(F.alpha_dropout, exact=True, doc="elementwise")(dropout(linear=False, default=False))
 
 
-@drawn("fast")
-def with_mask(
-    call: LocalCall, draw: DrawProtocol, input: Tensor, p: float, train: Any = True
-) -> tuple[Tensor, Tensor]:
+def with_mask(call: LocalCall) -> Callable[..., Any]:
     """Runs native_dropout: the result and the mask."""
-    keep = draw.numbers("bernoulli", call.outputs[0], torch.bool, input.device, p=1.0 - p)
-    return input * keep * (1.0 / (1.0 - p) if p < 1.0 else 0.0), keep
+
+    def by_position(draw: DrawProtocol, input: Tensor, p: float, train: Any = True) -> Any:
+        keep = draw.numbers("bernoulli", call.outputs[0], torch.bool, input.device, p=1.0 - p)
+        return input * keep * (1.0 / (1.0 - p) if p < 1.0 else 0.0), keep
+
+    def fast(*args: Any, **kwargs: Any) -> Any:
+        out, keep = torch.native_dropout(*args, **kwargs)
+        return out, keep.bool()  # of an empty tensor torch returns floats
+
+    return drawing(call, "fast", by_position, func=fast)
 
 
 @rule(torch.native_dropout, exact=True)

@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import disttensor as dt
 import ops
 from disttensor.core.placement import Partial, Placement, Replicate, Shard
 from ops import Arg
 from tests.support.oracle import randn
-from tests.support.simulate import Simulated, random_placements, simulate
+from tests.support.simulate import Simulated, check_rule, random_placements, simulate
 from tests.support.structure import replace_tensors, tensors_in
 from tests.support.thread_ranks import SimulatedCollectives
 
@@ -144,3 +145,60 @@ def test_placements() -> None:
     sums = Arg((5, 6), [Partial(), S0])
     assert ops.infer(F.dropout, sums, 0.3, mesh_shape=(2, 2)).outputs == ((Partial(), S0),)
     assert ops.infer(F.alpha_dropout, sums, 0.3, True, mesh_shape=(2, 2)).outputs == ((R, S0),)
+
+
+# Without chance -----------------------------------------------------------------------------------
+
+
+ONE, TINY = (X > 0.3).double(), 1e-12
+CERTAIN: list[tuple[Any, ...]] = [
+    (torch.bernoulli, ONE), (T.bernoulli_, X, ONE), (torch.normal, X, torch.zeros_like(X)),
+    (torch.normal, X, 0.0), (torch.poisson, 0 * ONE), (F.dropout, X, TINY),
+    (torch.dropout, X, TINY, True), (torch.feature_dropout, IMAGE, TINY, True),
+    (torch.native_dropout, X, TINY, True), (F.rrelu, X, 0.25, 0.25, True),
+    (torch.multinomial, torch.eye(5, 6), 1), (torch.multinomial, torch.eye(5, 6), 3, True),
+    (T.random_, X, 3, 4), (torch.randint_like, X, 3, 4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", ["invariant", "fast"])
+@pytest.mark.parametrize("row", CERTAIN, ids=name)
+def test_both_ways_to_draw_agree_where_nothing_is_left_to_chance(
+    row: tuple[Any, ...], policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SimulatedCollectives, "policy", policy)
+    func, args, words = call_of(row)
+    for mesh in ((2, 2), (4,)):
+        assert check_rule(func, *args, mesh_shape=mesh, tries=8, partial=(), **words)
+
+
+@pytest.mark.parametrize("policy", ["invariant", "fast"])
+@pytest.mark.parametrize("way", ["auto", "gather", "heads", "ring"])
+@pytest.mark.parametrize("heads", [1, 3, 4])
+def test_attention_that_drops_nothing(
+    heads: int, way: Any, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SimulatedCollectives, "policy", policy)
+    attention = F.scaled_dot_product_attention
+    q, k, v = (randn(2, heads, n, 4, seed=i) for i, n in enumerate((7, 7, 7)))
+    mask = randn(7, 7, seed=9) > -0.5
+    R4, S2 = [R], [Shard(2)]
+    with dt.attention.policy(way):
+        for mesh in ((2,), (4,)):
+            for layouts in ([S2, R4, R4], [S2, S2, S2], [R4, S2, S2], [[Shard(1)]] * 3):
+                for words in ({"is_causal": True}, {}, {"attn_mask": mask}):
+                    here = [*layouts, R4] if "attn_mask" in words else layouts
+                    if way == "heads" and heads % mesh[0] and layouts[1] == S2:
+                        continue  # refused
+                    check_rule(
+                        attention, q, k, v, dropout_p=TINY, layouts=here, mesh_shape=mesh,
+                        frozen=[3], **words,
+                    )  # fmt: skip
+
+
+def test_a_mask_with_is_causal_is_refused_on_every_rank() -> None:
+    rows, mask = Arg((2, 3, 7, 4), [Shard(2)]), Arg((7, 7), [Shard(0)], torch.bool)
+    with pytest.raises(RuntimeError, match="no attn_mask is expected"):
+        ops.infer(
+            F.scaled_dot_product_attention, rows, rows, rows, mask, 0.0, True, mesh_shape=(2,)
+        )
