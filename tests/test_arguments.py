@@ -443,7 +443,8 @@ BAD: dict[str, dict[str, str]] = {
         "ignored_params": "3 t None ['weight'] [t]", "shard_placement_fn": "3 S0",
         "mp_policy": "3 torch.bfloat16 {'':dt.Strategy()} {0:3} {'nonsense':3}"},
     "dt.shard_loader(LOADER,grid(),(S0,R))": {
-        "loader": "None 3 [t]", "mesh": f"None {MESH}", "placements": f"None {PLACED}"},
+        "loader": "None 3 [t]", "mesh": f"None {MESH}", "placements": f"None {PLACED}",
+        "load_once": f"None {FLAGS}"},
     "dt.shard_module(lin(),grid())": {
         "module": MODULE, "mesh": f"None {MESH}", "plan": PLAN, "init": "3 'x'"},
     "dt.from_pretrained(lin())": {

@@ -164,6 +164,12 @@ def broadcast_value(
 
 def digest(x: Tensor) -> str:
     """Hashes the bytes of x: NaN equals itself, -0.0 differs from 0.0."""
-    x = x.detach().resolve_conj().resolve_neg().contiguous().cpu()
-    data: Any = x.reshape(-1).view(torch.uint8).numpy()
+    data: Any = bytes_of(x).numpy()
     return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def bytes_of(x: Tensor) -> Tensor:
+    """Returns the bytes of x on the CPU, in order of the elements."""
+    x = x.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    # a tensor of one element is contiguous with any strides
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)

@@ -1,116 +1,33 @@
-"""Batches of a loader on their meshes: the placement of each entry, the metadata that all ranks
-need, and the DistTensors made from this rank's samples."""
+"""Batches of a loader: the metadata and values that ranks compare, and the DistTensors made from
+this rank's samples."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
-from disttensor.checks import check_sequence
-from disttensor.comm import objects
+from disttensor.comm import collectives, objects
 from disttensor.comm.groups import world_group
-from disttensor.core.layout import Box, box_at, layout_of
-from disttensor.core.mesh import ProcessMesh, as_mesh
-from disttensor.core.placement import Partial, Placement, Replicate, Shard, as_placement
+from disttensor.core.placement import neutral_element
 from disttensor.core.spec import spec_of
+from disttensor.data.entries import (
+    Places,
+    is_first_replica,
+    is_summand,
+    replica_axes,
+    rows_of,
+    sample_axes,
+)
+from disttensor.data.order import BatchRows
 from disttensor.meta import execute
 from disttensor.pytree import Path
 from disttensor.tensor.dist_tensor import wrap
 
 Tensor = torch.Tensor
-Places = tuple[ProcessMesh, Sequence[Placement]]
-
-
-# reduction -> of no samples, in a dtype
-_EMPTY: dict[str, Callable[[torch.dtype], Any]] = {
-    "sum": lambda dtype: 0,
-    "max": lambda dtype: -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min,
-    "min": lambda dtype: math.inf if dtype.is_floating_point else torch.iinfo(dtype).max,
-}
-
-
-def entries(mesh: Any, placements: Any) -> dict[Any, Places]:
-    """Returns entry of a batch -> its placement; None -> the placement of all entries."""
-    one_mesh = isinstance(mesh, (ProcessMesh, DeviceMesh))
-    listed = {None: mesh} if one_mesh else _by_key("mesh", mesh)
-    meshes: Any = {key: as_mesh("shard_loader: mesh", m) for key, m in listed.items()}
-    flat = [as_placement(p) for p in _by_key("placements", placements).values()]
-    one_layout = all(isinstance(p, Placement) for p in flat)
-    mesh = meshes[None] if one_mesh else mesh
-    if one_mesh and one_layout:
-        return {None: (mesh, _check(placements, mesh, alone=True))}
-    meshes = None if one_mesh else meshes
-    layouts = None if one_layout else _by_key("placements", placements)
-    keys = meshes if meshes is not None else layouts or {}
-    if meshes is not None and layouts is not None and meshes.keys() != layouts.keys():
-        raise ValueError(
-            f"shard_loader: meshes for the entries {list(meshes)}, placements for {list(layouts)}: "
-            "give one of each for each entry of a batch"
-        )
-    places = {
-        key: (on, _check(placements if layouts is None else layouts[key], on, layouts is None))
-        for key, on in (meshes or dict.fromkeys(keys, mesh)).items()
-    }
-    split = {(m, tuple(not isinstance(p, Replicate) for p in of)) for m, of in places.values()}
-    if len(split) > 1 and any(map(is_summand, places.values())):
-        raise ValueError(
-            "shard_loader: an entry with dt.Partial is made of the samples that a rank loads, so "
-            "all entries are split over the same mesh axes, and here they are not: "
-            + ", ".join(f"{key!r}: {list(of)} on {m!r}" for key, (m, of) in places.items())
-        )
-    return places
-
-
-def is_summand(place: Places | None) -> bool:
-    """Returns True if the value that each rank computes from its samples is pending."""
-    return place is not None and any(isinstance(p, Partial) for p in place[1])
-
-
-def _by_key(name: str, value: Any) -> dict[Any, Any]:
-    if isinstance(value, Mapping):
-        return dict(value)
-    expected = "one for all tensors of a batch, or a dict or tuple with one for each entry,"
-    return dict(enumerate(check_sequence(f"shard_loader: {name}", value, expected)))
-
-
-def _check(placements: Any, mesh: ProcessMesh, alone: bool) -> Sequence[Placement]:
-    """Returns placements after checking them. ``alone``: they apply to all entries."""
-    given = check_sequence("shard_loader: placements", placements, "a list of placements")
-    placements = [as_placement(p) for p in given]
-    for p in placements:
-        pending = isinstance(p, Partial) and p.reduce_op in _EMPTY and not alone
-        if type(p) not in (Shard, Replicate) and not pending:
-            raise ValueError(
-                f"shard_loader: placements: {p!r}: a batch that is loaded is split (dt.Shard) or "
-                "replicated; a number that a collate_fn makes of a rank's samples gets "
-                "dt.Partial('sum'), 'max' or 'min', in placements of its own"
-            )
-    if len(placements) != mesh.ndim:
-        raise ValueError(
-            f"shard_loader: placements {list(placements)}: one for each axis of {mesh!r} is "
-            "expected"
-        )
-    if any(isinstance(p, Partial) for p in placements) and any(
-        type(p) is Shard for p in placements
-    ):
-        raise ValueError(
-            f"shard_loader: {list(placements)}: an entry is split, or a part of a reduction"
-        )
-    return tuple(placements)
-
-
-def rows_of(count: int, mesh: ProcessMesh, placements: Sequence[Placement]) -> tuple[int, int]:
-    """Returns the first sample of this rank's piece, and the sample after its last."""
-    own = [Shard(0) if isinstance(p, Partial) else p for p in placements]
-    own = [p if isinstance(p, Shard) and p.dim == 0 else Replicate() for p in own]
-    dims = layout_of(own, 1, mesh.ndim).dims
-    box = box_at((count,), dims, mesh.shape, mesh.coordinate or ())
-    return box.offset[0], box.offset[0] + box.shape[0]
 
 
 @dataclass(frozen=True)
@@ -124,6 +41,14 @@ class _Leaf:
     def __repr__(self) -> str:
         first = [] if self.summand else ["n"]
         return f"{self.dtype}[{', '.join([*first, *map(str, self.tail)])}]"
+
+
+@dataclass(frozen=True)
+class _NotANumber:
+    """A NaN of a batch, which equals the NaN of another rank."""
+
+    def __repr__(self) -> str:
+        return "nan"
 
 
 def _place(places: dict[Any, Places], path: Path) -> Places | None:
@@ -143,6 +68,8 @@ class BatchFormat:
     rows: int
 
     def __call__(self, x: Any, path: Path) -> Any:
+        if isinstance(x, float) and x != x:
+            return _NotANumber()
         if not isinstance(x, Tensor):
             if x is None or isinstance(x, (bool, int, float, str, bytes)):
                 return x
@@ -165,15 +92,17 @@ class BatchFormat:
 
 @dataclass(frozen=True)
 class Placed:
-    """Makes the DistTensors of a batch with this number of samples, of which this rank has
-    ``rows``."""
+    """Makes the DistTensors of the batch ``rows`` from the ``tensors`` that this rank has loaded.
+    ``load_once``: see ``shard_loader``."""
 
     places: dict[Any, Places]
     tensors: dict[Path, Tensor]
-    samples: int
-    rows: Box
+    rows: BatchRows
+    load_once: bool
 
     def __call__(self, x: Any, path: Path) -> Any:
+        if type(x) is _NotANumber:
+            return float("nan")
         if type(x) is not _Leaf:
             return x
         found = _place(self.places, path)
@@ -183,41 +112,97 @@ class Placed:
                 f"{', '.join(_name((key,)) for key in self.places)}"
             )
         mesh, placements = found
-        shape = x.tail if x.summand else (self.samples, *x.tail)
+        samples = self.rows.samples
+        shape = x.tail if x.summand else (samples, *x.tail)
         try:
             spec = spec_of(mesh, shape, x.dtype, placements)
         except ValueError as error:
             raise ValueError(
                 f"shard_loader: {_name(path)} of shape {list(shape)}: {error}"
             ) from None
-        if mesh.coordinate is None:
-            return execute.off_mesh_leaf(spec)
-        if x.summand:
-            local = self.tensors.get(path)
-            if local is None:  # this rank has no sample
-                local = torch.full(shape, _EMPTY[spec.layout.partial[0][1]](x.dtype), dtype=x.dtype)
-            return wrap(local.to(mesh.device), spec)
-        box = spec.local_box
-        if (box.offset[0], box.offset[0] + box.shape[0]) != rows_of(self.samples, mesh, placements):
+        if not x.summand and sorted(spec.layout.dims[0]) != list(sample_axes(placements)):
             raise ValueError(
                 f"shard_loader: {_name(path)} of shape {list(shape)}: {list(placements)} names "
                 "dim 0 from its end: say Shard(0)"
             )
-        if not box.numel:
-            return wrap(torch.empty(box.shape, dtype=x.dtype, device=mesh.device), spec)
-        whole = Box((*self.rows.offset, *(0,) * len(x.tail)), (*self.rows.shape, *x.tail))
-        local = self.tensors[path]
-        moved = box.cut(local, whole).to(mesh.device, non_blocking=local.is_pinned())
+        if mesh.coordinate is None:
+            return execute.off_mesh_leaf(spec)
+        first, stop = rows_of(samples, mesh, placements)
+        if first == stop:  # this rank has no sample
+            empty = neutral_element(spec.layout.partial[0][1], x.dtype) if x.summand else 0
+            local = torch.full(spec.local_shape, empty, dtype=x.dtype, device=mesh.device)
+            return wrap(local, spec)
+        local = self._loaded(x, path, found, first, stop)
+        if x.summand:
+            return wrap(local.to(mesh.device), spec)
+        local = local[(slice(None), *spec.local_box.slices[1:])]
+        moved = local.to(mesh.device, non_blocking=local.is_pinned())
         return wrap(moved.contiguous(), spec)
 
+    def _loaded(self, x: _Leaf, path: Path, found: Places, first: int, stop: int) -> Tensor:
+        """Returns the samples ``first`` to ``stop``, or the value that was computed from them."""
+        mesh, axes = found[0], replica_axes(*found)
+        if not self.load_once or is_first_replica(*found):
+            local = _cut(self.tensors[path], x.summand, self.rows, first, stop)
+        else:
+            shape = x.tail if x.summand else (stop - first, *x.tail)
+            local = torch.empty(shape, dtype=x.dtype, device=mesh.device)
+        if not self.load_once or not axes:
+            return local
+        return collectives.broadcast(local.to(mesh.device), 0, mesh.group(axes))
 
-def exchange(number: int, load: Callable[[], tuple[tuple[int, int], Any]]) -> Any:
+
+def _cut(x: Tensor, summand: bool, rows: BatchRows, first: int, stop: int) -> Tensor:
+    return x if summand else x[first - rows.first : stop - rows.first]
+
+
+Digests = dict[tuple[Path, int, int], int]  # of the values of some samples, from first to stop
+
+
+def replica_digests(
+    places: dict[Any, Places], tensors: dict[Path, Tensor], rows: BatchRows
+) -> Digests:
+    """Returns digests of the values that other ranks load too."""
+    found: Digests = {}
+    for path, x in tensors.items():
+        place = _place(places, path)
+        if place is not None and place[0].coordinate is not None and replica_axes(*place):
+            first, stop = rows_of(rows.samples, *place)
+            if first < stop:
+                local = _cut(x, is_summand(place), rows, first, stop)
+                found[path, first, stop] = fast_digest(local)
+    return found
+
+
+_BLOCK = 256  # words of 8 bytes
+
+
+def fast_digest(x: Tensor) -> int:
+    """Returns a digest of the bytes of a tensor, as fast as memory is read: each block of words is
+    multiplied by fixed odd numbers and added up, and the sums go into a CRC-32."""
+    words = objects.bytes_of(x)
+    words = words.clone() if words.storage_offset() % 8 else words
+    whole = len(words) // (8 * _BLOCK) * (8 * _BLOCK)
+    if not whole:
+        return _crc(words)
+    factors = torch.arange(1, 2 * _BLOCK, 2, device="cpu") * 0x9E3779B97F4A7C1
+    sums = words[:whole].view(torch.int64).view(-1, _BLOCK).mv(factors)
+    return _crc(words[whole:], _crc(sums.view(torch.uint8)))
+
+
+def _crc(data: Tensor, start: int = 0) -> int:
+    array: Any = data.numpy()
+    return zlib.crc32(array, start)
+
+
+def exchange(number: int, load: Callable[[], tuple[tuple[int, str], Any, Digests]]) -> Any:
     """Exchanges the facts of a batch between all ranks, and returns its format. ``load`` returns
-    (samples and digest of the indices, format), and its error is raised on all ranks, as is an
-    error if facts differ."""
+    (samples and digest of the indices, format, digests of replicas), and its error is raised on all
+    ranks, as is an error if facts differ."""
     group = world_group()
     everyone = objects.gather_results(f"shard_loader: batch {number}", group, load)
-    for rank, (theirs, _) in zip(group.ranks, everyone, strict=True):
+    seen: dict[Any, tuple[int, int]] = {}
+    for rank, (theirs, *_) in zip(group.ranks, everyone, strict=True):
         if theirs != everyone[0][0]:
             raise ValueError(
                 f"shard_loader: batch {number} of rank {rank} has other samples than on rank 0. "
@@ -226,7 +211,7 @@ def exchange(number: int, load: Callable[[], tuple[tuple[int, int], Any]]) -> An
                 "DataLoader(..., generator=torch.Generator().manual_seed(0)), or with the same "
                 "seed on all ranks"
             )
-    known = [(r, f) for r, (_, f) in zip(group.ranks, everyone, strict=True) if f is not None]
+    known = [(r, f) for r, (_, f, _) in zip(group.ranks, everyone, strict=True) if f is not None]
     for rank, theirs in known:
         if theirs != known[0][1]:
             raise ValueError(
@@ -235,4 +220,17 @@ def exchange(number: int, load: Callable[[], tuple[tuple[int, int], Any]]) -> An
                 "that are no tensors are the same on all ranks. A collate_fn that pads must pad to "
                 "a length that does not depend on its samples"
             )
+    for rank, (_, _, digests) in zip(group.ranks, everyone, strict=True):
+        for (path, first, stop), digest in digests.items():
+            other, expected = seen.setdefault((path, first, stop), (rank, digest))
+            if digest != expected:
+                raise ValueError(
+                    f"shard_loader: batch {number}: {_name(path)} of the samples {first} to "
+                    f"{stop - 1} has other values on rank {rank} than on rank {other}, and both "
+                    "ranks hold these samples. The dataset or collate_fn draws random numbers that "
+                    "differ between processes: seed Python's and NumPy's generators alike on all "
+                    "ranks, draw from a generator that is seeded by the index of the sample, or "
+                    "pass load_once=True, by which one of these ranks loads the samples and sends "
+                    "them to the others"
+                )
     return known[0][1] if known else None

@@ -1,33 +1,37 @@
 """shard_loader: a DataLoader of global batches, of which each rank loads its own samples only.
 
 Every rank iterates over the *indices* of all batches, which is cheap, and loads the samples of its
-piece. The ranks compare the order, and shape, dtype and structure of each batch, in one exchange of
-a few bytes; a rank without samples gets them from the others. An error of one rank is raised on all
-ranks.
+piece. The ranks compare the order, shape, dtype and structure of each batch, and the values of
+replicas, in one exchange of a few bytes; a rank without samples gets these facts from the others.
+An error of one rank is raised on all ranks.
 """
 
 from __future__ import annotations
 
-import zlib
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, fields, replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from disttensor.core.layout import Box
-from disttensor.data.batch import BatchFormat, Placed, Places, entries, exchange, rows_of
+from disttensor.checks import check_bool
+from disttensor.data.batch import BatchFormat, Digests, Placed, exchange, replica_digests
+from disttensor.data.entries import Places, entries, is_first_replica
+from disttensor.data.order import BatchRows, Order, Position, digest_of
 from disttensor.pytree import Path, map_paths
 
-Tensor = torch.Tensor
 _KEPT = (
-    "dataset", "num_workers", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor",
-    "multiprocessing_context", "generator", "persistent_workers",
+    "dataset", "collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn",
+    "prefetch_factor", "multiprocessing_context", "generator", "persistent_workers",
 )  # fmt: skip
 
 
-def shard_loader(loader: Any, mesh: Any, placements: Any) -> ShardedLoader:
+def shard_loader(
+    loader: Any, mesh: Any, placements: Any, *, load_once: bool = False
+) -> ShardedLoader:
     """Converts ``loader``, a torch DataLoader of global batches, to a loader of DistTensors.
 
     Each rank loads the samples of its own piece of dim 0; ranks outside the mesh load none. Batches
@@ -37,8 +41,14 @@ def shard_loader(loader: Any, mesh: Any, placements: Any) -> ShardedLoader:
     batch: ``(stages[0], stages[-1])``. An entry that ``collate_fn`` computes from all samples of a
     rank, as a count of tokens, has ``Partial("sum")`` (or "max", "min") on the axes that split the
     batch. All ranks of the world iterate together. ``state_dict`` holds the position in samples,
-    and can be loaded on any mesh. Raises TypeError for a loader without indices (an
-    IterableDataset, ``batch_size=None``), ValueError for placements that do not split dim 0.
+    and can be loaded on any mesh.
+
+    Ranks that hold the same samples each load them, and compare a digest of the values.
+    ``load_once``: the first of these ranks loads the samples, and sends them to the others. It is
+    for datasets that are slow, or that draw random numbers of their process.
+
+    Raises TypeError for a loader without indices (an IterableDataset, ``batch_size=None``),
+    ValueError for placements that do not split dim 0.
 
     >>> samples = torch.utils.data.TensorDataset(torch.arange(10.0), torch.arange(10))
     >>> loader = torch.utils.data.DataLoader(samples, batch_size=4)
@@ -46,13 +56,14 @@ def shard_loader(loader: Any, mesh: Any, placements: Any) -> ShardedLoader:
     >>> [(x.tolist(), y.shape[0]) for x, y in loader][-1]
     ([8.0, 9.0], 2)
     """
-    return ShardedLoader(loader, mesh, placements)
+    return ShardedLoader(loader, mesh, placements, load_once)
 
 
 class ShardedLoader:
-    """The result of ``shard_loader``: an iterable with ``len`` and ``state_dict``."""
+    """The result of ``shard_loader``: an iterable with ``len`` and ``state_dict``. Its other
+    attributes are those of the DataLoader: ``dataset``, ``batch_size``, ``sampler``."""
 
-    def __init__(self, loader: Any, mesh: Any, placements: Any) -> None:
+    def __init__(self, loader: Any, mesh: Any, placements: Any, load_once: bool) -> None:
         by_index = isinstance(loader, DataLoader) and loader.batch_sampler is not None
         if not by_index or isinstance(loader.dataset, IterableDataset):
             raise TypeError(
@@ -62,49 +73,74 @@ class ShardedLoader:
                 "batches to dt.shard_tensor, which costs loading them on every rank"
             )
         self.loader = loader
+        check_bool("shard_loader: load_once", load_once)
+        self.load_once = load_once
         self.places = entries(mesh, placements)
-        self.pieces = _Pieces(loader.batch_sampler, list(self.places.values()))
+        self._orders = _Orders(loader.batch_sampler, [
+            place for place in self.places.values()
+            if place[0].coordinate is not None and (not load_once or is_first_replica(*place))
+        ])  # fmt: skip
         kept = {name: getattr(loader, name) for name in _KEPT}
-        if not self.pieces.inside:
+        if not self._orders.places:  # this rank loads nothing
             kept |= {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
             kept |= {"timeout": 0, "multiprocessing_context": None}
-        self.local: Any = DataLoader(
-            batch_sampler=self.pieces, collate_fn=_Collate(loader.collate_fn), **kept
-        )
-        self.samples = 0  # given in this epoch
-        self.began: list[Tensor] | None = None  # the states of the generators at its begin
-        self.resumed = False
+        self._local: Any = DataLoader(batch_sampler=self._orders, **kept)
+        self._running: WeakValueDictionary[int, _Epoch] = WeakValueDictionary()
+        self._epochs, self._last = 0, ""  # epochs that have begun; digest of the last complete one
+        self._position = Position()
+        self._resumed: Position | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # this object is being copied or unpickled
+            raise AttributeError(name)
+        return getattr(self.loader, name)
 
     def __len__(self) -> int:
         """Returns the number of batches in an epoch."""
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        generators = _generators(self.loader)
-        before = torch.get_rng_state()
-        if self.resumed and self.began is not None:
-            for generator, state in zip(generators, self.began, strict=True):
-                generator.set_state(state)
-        else:
-            self.samples = 0
-        self.began = [generator.get_state() for generator in generators]
-        self.pieces.skip = self.samples
-        batches = iter(self.local)  # draws the seed of the workers first, and then
-        self.pieces.start()  # the sampler draws the seed of the order, as in one process
-        if self.resumed:  # the script's own random numbers continue
-            torch.set_rng_state(before)
-        self.resumed = False
-        return _Epoch(self, batches)
+        generators, before = _generators(self.loader), torch.get_rng_state()
+        begin, self._resumed = self._resumed or Position(), None
+        epoch = _Epoch(self, replace(begin, inside=True, epochs=self._epochs, last=self._last))
+        try:
+            if begin.last:
+                self._repeat_epochs(begin)
+            if begin.inside:
+                _set_states(generators, begin.generators)
+            epoch.position.generators = [generator.get_state() for generator in generators]
+            self._orders.begin = begin
+            epoch.batches = iter(self._local)  # draws the seed of the workers first, and then
+            epoch.order = self._orders.newest
+            with contextlib.suppress(StopIteration):
+                epoch.order.start()  # the sampler draws the seed of the order, as in one process
+        except Exception as error:  # raised by the first batch, on all ranks
+            epoch.error = error
+        if begin.inside:
+            _set_states(generators, begin.later)
+            torch.set_rng_state(before)  # the script's own random numbers continue
+        if epoch.error is None:
+            self._running[self._epochs] = epoch
+            self._position = epoch.position
+        self._epochs += 1
+        return epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position: the number of samples of this epoch so far, and its order."""
-        began = self.began or [generator.get_state() for generator in _generators(self.loader)]
+        """Returns the position: the number of samples of this epoch so far, a digest of their
+        indices, and the state of the order. Of several iterators it is the position of the one that
+        was used last and has not ended."""
+        states = [generator.get_state() for generator in _generators(self.loader)]
+        at = self._position
+        if not at.inside:
+            at = Position(generators=states, epochs=self._epochs, last=self._last)
+        elif self._epochs > at.epochs + 1:
+            at = replace(at, later=states)
         size = len(self.loader.dataset) if hasattr(self.loader.dataset, "__len__") else -1
-        return {"samples": self.samples, "of": size, "generators": [g.clone() for g in began]}
+        return {**asdict(at), "of": size}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues after the samples of the state: on any mesh, with batches of any size. Raises
-        ValueError for the state of other data."""
+        ValueError for the state of other data; the next epoch raises it for another order."""
         mine = self.state_dict()
         if (state["of"], len(state["generators"])) != (mine["of"], len(mine["generators"])):
             raise ValueError(
@@ -112,112 +148,106 @@ class ShardedLoader:
                 f"{len(state['generators'])} generators, and the loader has {mine['of']} with "
                 f"{len(mine['generators'])}: give it the data that were saved"
             )
-        self.samples, self.resumed = int(state["samples"]), True
-        self.began = [g.clone() for g in state["generators"]]
+        known = {"inside": state["samples"] > 0, **state}  # earlier versions saved less
+        known = {f.name: known[f.name] for f in fields(Position) if f.name in known}
+        at = self._position = self._resumed = Position(**known)
+        self._epochs, self._last = at.epochs, at.last
+        self._running.clear()
+        if not at.inside:
+            _set_states(_generators(self.loader), at.generators)
+
+    def _repeat_epochs(self, begin: Position) -> None:
+        """Iterates over the earlier epochs of a sampler that may have random numbers of its own,
+        until the order of the last epoch has come."""
+        generators = _generators(self.loader)
+        states = [generator.get_state() for generator in generators]
+        if all(type(s).__module__.startswith("torch.") for s in _samplers(self.loader)):
+            return  # the order follows from the generators
+        for _ in range(begin.epochs):
+            if digest_of(self.loader.batch_sampler) == begin.last:
+                break
+        _set_states(generators, states)
 
 
 class _Epoch(Iterator[Any]):
     """The batches of one epoch. As in torch, ``next`` continues after a batch that raised an
     error."""
 
-    def __init__(self, of: ShardedLoader, batches: Iterator[Any]) -> None:
-        self.of, self.batches, self.number, self.ended = of, batches, 0, False
+    order: Order
+    batches: Iterator[Any]
+
+    def __init__(self, loader: ShardedLoader, position: Position) -> None:
+        self.loader, self.position = loader, position
+        self.number, self.ended = 0, False
+        self.error: Exception | None = None  # of the begin
 
     def __next__(self) -> Any:
         if self.ended:
             raise StopIteration
-        of, given = self.of, self.of.pieces.given
-        tensors: dict[Path, Tensor] = {}
-        count = first = stop = 0
+        loader, rows = self.loader, BatchRows(0, 0, 0, self.position.digest)
+        tensors: dict[Path, torch.Tensor] = {}
 
-        def load() -> tuple[tuple[int, int], Any]:
-            nonlocal count, first, stop
-            digest, value, form = 0, None, None
-            try:
-                value = next(self.batches)
-            except StopIteration:
+        def load() -> tuple[tuple[int, str], Any, Digests]:
+            nonlocal rows
+            if self.error is not None:
                 self.ended = True
-            finally:
-                if given and not self.ended:
-                    count, first, stop, digest = given.popleft()
-            if first < stop:
-                form = map_paths(value, BatchFormat(of.places, tensors, stop - first))
-            return (count, digest), form
+                raise self.error
+            rows = self.order.next_rows() or rows
+            form, digests = None, {}
+            if rows.first < rows.stop:
+                make = BatchFormat(loader.places, tensors, rows.stop - rows.first)
+                form = map_paths(next(self.batches), make)
+                if not loader.load_once:
+                    digests = replica_digests(loader.places, tensors, rows)
+            return (rows.samples, rows.digest), form, digests
 
         self.number += 1
         try:
             form = exchange(self.number - 1, load)
         finally:
-            of.samples += count
-        if not count:
-            self.ended, of.samples, of.began = True, 0, None
+            self.position.samples += rows.samples
+            self.position.digest = rows.digest
+            loader._position = self.position
+        if not rows.samples:
+            self._end()
             raise StopIteration
-        rows = Box((first,), (stop - first,))
-        return map_paths(form, Placed(of.places, tensors, count, rows))
+        return map_paths(form, Placed(loader.places, tensors, rows, loader.load_once))
+
+    def _end(self) -> None:
+        self.ended, self.batches = True, iter(())  # ends the workers
+        loader = self.loader
+        loader._running.pop(self.position.epochs, None)
+        loader._last = self.position.digest
+        still = loader._running.get(max(loader._running, default=-1))
+        loader._position = Position() if still is None else still.position
+
+
+def _samplers(loader: Any) -> list[Any]:
+    found = loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)
+    return [sampler for sampler in found if sampler is not None]
 
 
 def _generators(loader: Any) -> list[torch.Generator]:
     """Returns the generators that an epoch uses, without duplicates: torch's own, if the loader has
     none."""
-    samplers = loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)
     found = [loader.generator or torch.default_generator]
-    found += [g for g in (getattr(s, "generator", None) for s in samplers) if g is not None]
+    found += [g for s in _samplers(loader) if (g := getattr(s, "generator", None)) is not None]
     return list({id(g): g for g in found}.values())
 
 
-class _Pieces:
-    """A batch sampler: the indices of this rank's piece of each global batch of another one.
+def _set_states(generators: Sequence[torch.Generator], states: Sequence[torch.Tensor]) -> None:
+    for generator, state in zip(generators, states, strict=False):
+        generator.set_state(state)
 
-    ``given``: for each returned batch, (samples of the global batch, the first of this rank and the
-    one after its last, a digest of all indices). The first ``skip`` samples are left out.
-    """
+
+class _Orders:
+    """A batch sampler: makes the ``Order`` of each epoch."""
 
     def __init__(self, batches: Any, places: Sequence[Places]) -> None:
-        self.batches = batches
-        self.inside = [p for p in places if p[0].coordinate is not None]
-        self.skip = 0
-        self.given: deque[tuple[int, int, int, int]] = deque()
+        self.batches, self.places = batches, places
+        self.begin = Position()  # of the epoch that begins
+        self.newest: Any = None
 
     def __iter__(self) -> Iterator[list[Any]]:
-        self.given.clear()
-        self.ahead: deque[list[Any]] = deque()
-        self.source = self._left(iter(self.batches))
-        return self._pieces()
-
-    def start(self) -> None:
-        """Makes the sampler draw the order of the epoch, if it has not yet."""
-        if not self.given and not self.ahead:
-            self.ahead.extend([batch for batch in [next(self.source, None)] if batch is not None])
-
-    def _left(self, batches: Iterator[Any]) -> Iterator[list[Any]]:
-        skip = self.skip
-        for batch in batches:
-            batch = list(batch)
-            rest = batch[skip:]
-            skip -= len(batch) - len(rest)
-            if rest:
-                yield rest
-
-    def _pieces(self) -> Iterator[list[Any]]:
-        while True:
-            batch = self.ahead.popleft() if self.ahead else next(self.source, None)
-            if batch is None:
-                return
-            ranges = [r for r in (rows_of(len(batch), *p) for p in self.inside) if r[0] < r[1]]
-            first, stop = (
-                min((r[0] for r in ranges), default=0),
-                max((r[1] for r in ranges), default=0),
-            )
-            self.given.append((len(batch), first, stop, zlib.crc32(repr(batch).encode())))
-            yield batch[first:stop]
-
-
-class _Collate:
-    """Calls ``collate``, or returns None if there is no sample. It is a class so that workers can
-    unpickle it."""
-
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
-        self.collate = collate
-
-    def __call__(self, samples: list[Any]) -> Any:
-        return self.collate(samples) if samples else None
+        self.newest = Order(self.batches, self.places, self.begin)
+        return self.newest

@@ -248,3 +248,63 @@ def test_numbers_that_a_collate_fn_makes_of_its_samples_are_put_together():
             dt.shard_loader(plain, mesh, {"x": [S0, R], "tokens": bad})
     with pytest.raises(ValueError, match="in placements of its own"):
         dt.shard_loader(plain, mesh, [P(), R])
+
+
+class Rows(Samples):
+    """Loads all samples of a piece at once, and not an empty piece."""
+
+    def __getitems__(self, many: list[int]) -> Any:
+        return list(torch.stack([torch.arange(i, i + 3) for i in many]))
+
+
+class Key:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class ByKey(Samples):
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(key.number)
+
+
+def with_nan(samples: Any) -> Any:
+    return {"x": torch.stack(samples), "scale": float("nan"), "word": "a"}
+
+
+def with_bool(samples: Any) -> Any:
+    x = torch.stack(samples)
+    return {"x": x, "any": (x > 2).any(), "all": (x < 9).all(), "few": x.to(torch.uint8).max()}
+
+
+@on_ranks(2)
+def test_ranks_without_a_sample_and_values_that_equal_no_other():
+    mesh = ProcessMesh([0, 1], ("dp",))
+    for workers in (0, 1):
+        plain = DataLoader(Rows(3), 2, num_workers=workers)
+        for got, want in zip(dt.shard_loader(plain, mesh, [S0]), plain, strict=True):
+            equal(got, want)
+    plain = DataLoader(Samples(4), 4, collate_fn=with_nan)
+    (batch,) = dt.shard_loader(plain, mesh, {"x": [S0]})
+    assert batch["scale"] != batch["scale"] and batch["word"] == "a"
+    keys = [Key(i) for i in range(4)]
+    loader = dt.shard_loader(DataLoader(ByKey(4), 2, sampler=keys), mesh, [S0])
+    for got, want in zip(loader, DataLoader(Samples(4), 2), strict=True):
+        equal(got, want)
+    other = DataLoader(ByKey(4), 2, sampler=keys[:: 1 - 2 * dist.get_rank()])
+    with pytest.raises(ValueError, match="has other samples than on rank 0"):
+        list(dt.shard_loader(other, mesh, [S0]))
+    plain = DataLoader(Samples(3), 2, collate_fn=with_bool)  # rank 1 has no sample of the last
+    highest, least = [dt.Partial("max")], [dt.Partial("min")]
+    places = {"x": [S0], "any": highest, "all": least, "few": highest}
+    for got, want in zip(dt.shard_loader(plain, mesh, places), plain, strict=True):
+        same(list(got.values()), list(want.values()))
+
+
+@on_ranks(2)
+def test_attributes_of_the_loader_are_those_of_the_DataLoader():
+    plain = loader_of(Samples(5), drop_last=True)
+    loader = dt.shard_loader(plain, ProcessMesh([0, 1], ("dp",)), [S0])
+    for name in ("dataset", "batch_size", "sampler", "batch_sampler", "drop_last", "collate_fn"):
+        assert getattr(loader, name) is getattr(plain, name)
+    with pytest.raises(AttributeError):
+        _ = loader.nonsense
