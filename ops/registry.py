@@ -24,8 +24,8 @@ class Rule:
 
     Args:
         inplace: the function writes its first argument, which keeps its placement
-        numbers: "type": values of numbers among the arguments do not change the rule (a scalar
-            operand); "value": they do (a dim)
+        integers: the values of integers change the rule (a dim), or the metadata of results; else
+            only their type (an operand)
         sizes: "letters": the rule depends only on which sizes are 1, and has a letter for each dim
             of another size. "value": the rule may depend on all sizes
         floats: the values of floats change the rule (the order of a norm); else only their type
@@ -37,7 +37,7 @@ class Rule:
     name: str
     factors: Callable[..., Factors]
     inplace: bool = False
-    numbers: str = "value"
+    integers: bool = True
     floats: bool = False
     pattern: str = ""
     setting: Callable[[Sequence[Layout]], Setting | None] | None = None
@@ -97,7 +97,7 @@ def rule(
     *funcs: Any,
     local: LocalMaker | None = None,
     exact: bool = False,
-    numbers: str = "value",
+    integers: bool = True,
     floats: bool = False,
     setting: Callable[[Sequence[Layout]], Setting | None] | None = None,
     sizes: str = "value",
@@ -125,14 +125,14 @@ def rule(
             return letters(pattern, *tensors, local=local, **options)
 
         name = functions[0].__name__
-        entry = Rule(name, factors, False, numbers, floats, pattern, setting, "letters")
+        entry = Rule(name, factors, False, integers, floats, pattern, setting, "letters")
         register(entry, *functions, exact=exact)
         return None
 
     def enter(make: Callable[..., Factors]) -> Callable[..., Factors]:
         words = doc or (make.__doc__ or "").split("\n")[0]
         name = funcs[0].__name__ if doc else make.__name__
-        entry = Rule(name, make, False, numbers, floats, words, setting, sizes)
+        entry = Rule(name, make, False, integers, floats, words, setting, sizes)
         register(entry, *funcs, exact=exact)
         return make
 

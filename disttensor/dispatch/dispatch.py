@@ -50,25 +50,19 @@ def dispatch(
             a, b = args
             key: Any = (
                 func,
-                a.spec if type(a) is DistTensor else key_of(a),
-                b.spec if type(b) is DistTensor else key_of(b),
+                a.spec if type(a) is DistTensor else key_of(a, func),
+                b.spec if type(b) is DistTensor else key_of(b, func),
             )
         elif n == 1:
             a = args[0]
-            key = (func, a.spec if type(a) is DistTensor else key_of(a))
+            key = (func, a.spec if type(a) is DistTensor else key_of(a, func))
         else:
-            key = (
-                func,
-                *[
-                    a.spec if type(a) is DistTensor else a if type(a) is int else key_of(a)
-                    for a in args
-                ],
-            )
+            key = (func, *[a.spec if type(a) is DistTensor else key_of(a, func) for a in args])
         if kwargs:
             key = (
                 key,
                 *kwargs,
-                *[v.spec if type(v) is DistTensor else key_of(v) for v in kwargs.values()],
+                *[v.spec if type(v) is DistTensor else key_of(v, func) for v in kwargs.values()],
             )
     except Uncacheable:
         for t in collect((args, kwargs or {}), []):
@@ -104,9 +98,9 @@ def first_call(func: Function, args: Sequence[Any], kwargs: Any) -> tuple[Any, P
     """Runs a call of a kind that the C code has no plan for. Returns its result, and the plan for
     later calls; None if no plan was kept, or its results have not been checked yet."""
     try:
-        key: Any = (func, *[key_of(a) for a in args])
+        key: Any = (func, *[key_of(a, func) for a in args])
         if kwargs:
-            key = (key, *kwargs, *[key_of(v) for v in kwargs.values()])
+            key = (key, *kwargs, *[key_of(v, func) for v in kwargs.values()])
     except Uncacheable:
         return dispatch(DistTensor, func, (), args, kwargs), None
     result = dispatch(DistTensor, func, (), args, kwargs)

@@ -22,7 +22,7 @@ from disttensor.dispatch.run import run_off_mesh
 from disttensor.dispatch.writes import mark_written
 from disttensor.errors import name_of
 from disttensor.meta import execute, infer
-from disttensor.pytree import Uncacheable, collect, substitute
+from disttensor.pytree import Uncacheable, collect, rebuild, substitute
 from disttensor.random.state import fork_generators, generator_for_one, generator_in
 from disttensor.tensor import views
 from disttensor.tensor.dist_tensor import DistTensor, wrap
@@ -110,17 +110,19 @@ def gather_and_run(planned: PythonCall, args: Sequence[Any], kwargs: dict[str, A
     """Gathers the inputs to Replicate, runs the function on full tensors, and returns Replicate.
     Arguments that the function writes keep their placements."""
     func, writing = planned.func, writes(planned.func)
-    taken: list[tuple[DistTensor, Tensor, int]] = []
+    taken: dict[int, tuple[DistTensor, Tensor, int]] = {}  # an argument given twice is one tensor
     given: dict[int, DistTensor] = {}  # for functions that return their argument
     changed = {id(t) for t in written_by(func, args, kwargs)}
 
     def take(x: Tensor) -> Tensor:
         if type(x) is not DistTensor:
             return x
+        if id(x) in taken:
+            return taken[id(x)][1]
         full = resharded_local(x, x.spec.replicated(), ())
         if x.spec is not x.spec.replicated() and id(x) in changed:
             full = full.clone()
-        taken.append((x, full, version(full)))
+        taken[id(x)] = x, full, version(full)
         given[id(full)] = x
         return full
 
@@ -147,7 +149,7 @@ def gather_and_run(planned: PythonCall, args: Sequence[Any], kwargs: dict[str, A
         with sending, fork_generators(mesh):
             out = func(*substitute(tuple(args), take), **substitute(kwargs, take))
     finally:  # a recomputation for a backward may stop after a write
-        for x, full, before in taken:
+        for x, full, before in taken.values():
             # apply_ and some custom ops write without a new version
             if version(full) != before or id(x) in changed:
                 _give_back(x, full, func, before)
@@ -157,7 +159,7 @@ def gather_and_run(planned: PythonCall, args: Sequence[Any], kwargs: dict[str, A
     if any(t.layout is torch.strided and _memory(t) is None for t in collect(out, [])):
         return out  # inside a transform, which supports regular tensors only
     result = wrap_full(out, mesh, given)
-    moved = [(x, full) for x, full, _ in taken if x.spec is not x.spec.replicated()]
+    moved = [(x, full) for x, full, _ in taken.values() if x.spec is not x.spec.replicated()]
     sources = {memory: x for x, full in moved if (memory := _memory(full)) is not None}
     for t in collect(result, []) if sources else ():
         source = sources.get(_memory(t.local)) if type(t) is DistTensor else None
@@ -204,7 +206,8 @@ def wrap_full(out: Any, mesh: Any, given: dict[int, DistTensor]) -> Any:
 
 def run_into_out(planned: PythonCall, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Runs the call, then copies the result into ``out=``, which keeps its placement; a regular
-    tensor receives the full value."""
+    tensor receives the full value. Raises RuntimeError where torch does: for a dtype that cannot
+    hold the result, and for a call that autograd would record."""
     rest = {k: v for k, v in kwargs.items() if k != "out"}
     func, out = planned.func, kwargs["out"]
     result = func(*args, **rest)
@@ -218,5 +221,17 @@ def run_into_out(planned: PythonCall, args: Sequence[Any], kwargs: dict[str, Any
                 f"{name_of(func)}: out= has shape {list(target.shape)}, the result "
                 f"{list(value.shape)}; it is not resized"
             )
+        if not torch.can_cast(value.dtype, target.dtype):
+            raise RuntimeError(
+                f"{name_of(func)}: result type {value.dtype} can't be cast to {target.dtype}, the "
+                "dtype of out="
+            )
+        if torch.is_grad_enabled() and (value.requires_grad or target.requires_grad):
+            raise RuntimeError(
+                f"{name_of(func)}: functions with out=... arguments don't support automatic "
+                "differentiation, but one of the arguments requires grad. Call it without out=, or "
+                "inside torch.no_grad()"
+            )
+    for target, value in zip(targets, results, strict=True):
         target.copy_(value)
-    return out
+    return rebuild(result, list(targets)) if isinstance(result, tuple) else out

@@ -43,8 +43,7 @@ def _of_meta_tensor(func: Any) -> None:
 
 for _func in (
     torch.is_signed, torch.result_type, torch.is_same_size, Tensor.is_same_size,
-    Tensor.is_signed, torch.is_conj, Tensor.is_conj, torch.is_neg, Tensor.is_neg,
-    Tensor.get_device, Tensor.dim_order,
+    Tensor.is_signed, Tensor.get_device, Tensor.dim_order,
 ):  # fmt: skip
     _of_meta_tensor(_func)
 
@@ -55,7 +54,8 @@ def _of_local(func: Any) -> None:
 
 
 for _method in (
-    Tensor.is_pinned, Tensor.is_shared, Tensor.storage_type, is_view, Tensor.is_coalesced,
+    torch.is_conj, Tensor.is_conj, torch.is_neg, Tensor.is_neg, Tensor.is_pinned,
+    Tensor.is_shared, Tensor.storage_type, is_view, Tensor.is_coalesced,
     torch.is_inference, Tensor.is_inference,
 ):  # fmt: skip
     _of_local(_method)

@@ -1,8 +1,9 @@
 """The key of a call: the facts that its plan depends on.
 
 A key is (function, specs of DistTensors, shape and dtype of regular tensors, constants by type and
-value). Floats count by type only, so that a learning rate does not fill the cache. The key does not
-contain the dtype of a result, which autocast may change: the local result shows it.
+value). Floats and generators count by type only, so that a learning rate does not fill the cache;
+integers do so if the rule of the function does not read them. The key does not contain the dtype of
+a result, which autocast may change: the local result shows it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from disttensor.core.spec import DistSpec
 from disttensor.errors import name_of
 from disttensor.pytree import Uncacheable
 from disttensor.tensor.dist_tensor import DistTensor, wait_for
+from ops.registry import RULES
 
 Tensor = torch.Tensor
 
@@ -28,10 +30,18 @@ _NUMBERS = float, complex, np.inexact
 _CONSTANT = _BY_VALUE | {DistSpec, torch.Size, bool, float, complex, type(...)}
 
 
-def key_of(value: Any, floats: bool = False) -> Any:
-    """Returns the part of one argument (not a DistTensor) that a plan depends on. 1, 1.0 and True
-    have three keys."""
+def reads_integers(func: Any) -> bool:
+    """Returns True if a plan of ``func`` depends on the values of integers."""
+    rule = RULES.get(func)
+    return rule is None or rule.integers
+
+
+def key_of(value: Any, func: Any = None, floats: bool = False) -> Any:
+    """Returns the part of one argument (not a DistTensor) of a call of ``func`` that a plan depends
+    on. 1, 1.0 and True have three keys. ``floats``: floats count by value."""
     kind = type(value)
+    if kind is int and not reads_integers(func) and value.bit_length() < 60:
+        return kind
     if kind in _BY_VALUE:
         return value
     if kind is bool:
@@ -41,7 +51,8 @@ def key_of(value: Any, floats: bool = False) -> Any:
     if kind is list or kind is tuple or kind is torch.Size:
         if value and type(value[0]) is float and not floats and set(map(type, value)) == _FLOAT:
             return kind, len(value)
-        return kind, tuple([v.spec if type(v) is DistTensor else key_of(v, floats) for v in value])
+        keys = [v.spec if type(v) is DistTensor else key_of(v, func, floats) for v in value]
+        return kind, tuple(keys)
     if isinstance(value, Tensor):
         if isinstance(value, DistTensor):  # still pending
             return wait_for(value).spec
@@ -50,10 +61,12 @@ def key_of(value: Any, floats: bool = False) -> Any:
         return slice, key_of(value.start), key_of(value.stop), key_of(value.step)
     if not floats and isinstance(value, _NUMBERS):  # np.float64 too
         return kind
+    if kind is torch.Generator:
+        return kind
     if isinstance(value, dict):
-        return kind, tuple([(k, key_of(v, floats)) for k, v in value.items()])
+        return kind, tuple([(k, key_of(v, func, floats)) for k, v in value.items()])
     if isinstance(value, (list, tuple)):  # a named tuple, torch.return_types
-        return kind, tuple([key_of(v, floats) for v in value])
+        return kind, tuple([key_of(v, func, floats) for v in value])
     try:
         hash(value)
     except TypeError:

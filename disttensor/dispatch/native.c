@@ -49,7 +49,8 @@
 
 /* The arguments of configure(), by name. */
 #define REFERENCES(X) \
-    X(DistTensor) X(Tensor) X(Parameter) X(Size) X(Uses) /* classes */ \
+    X(DistTensor) X(Tensor) X(Parameter) X(Size) X(Uses) X(Generator) /* classes */ \
+    X(RULES) X(integers) /* the table of rules, and a descriptor of Rule */ \
     X(dtype_class) X(memory_format) X(layout) \
     X(CallPlan) X(Answer) X(Out) X(NO_ORIGIN) \
     X(local) X(spec) X(meta_tensor) /* descriptors of DistTensor and DistSpec */ \
@@ -164,11 +165,12 @@ is_tensor(PyObject *x)
  * The lowest three bits of a word say what it is. The address of an object ends in 000.
  */
 enum { SPEC, OBJECT, INTEGER, MARK, SEQUENCE, KEYWORD = 6, STRING = 7 };
-enum { FLOAT, SLICE, REGULAR }; /* of a MARK; REGULAR: a torch.Tensor */
+enum { FLOAT, SLICE, REGULAR, SOME_INTEGER, GENERATOR }; /* of a MARK; REGULAR: a torch.Tensor */
 enum { TUPLE, LIST, SIZE };     /* of a SEQUENCE */
 
 typedef struct {
     PyObject *kept; /* a list that the objects are appended to, or NULL */
+    PyObject *func; /* the function that is called */
     Py_ssize_t length;
     uint64_t at[MOST_WORDS];
 } Words;
@@ -189,6 +191,14 @@ push_object(Words *words, PyObject *object, int tag)
 {
     return (!words->kept || PyList_Append(words->kept, object) == 0)
            && push(words, (uint64_t)(uintptr_t)object | (uint64_t)tag);
+}
+
+/* Returns whether a plan of a function depends on the values of integers. -1: an error. */
+static int
+reads_integers(PyObject *func)
+{
+    PyObject *rule = PyDict_GetItemWithError(state.RULES, func);
+    return rule ? is_true(get(state.integers, rule)) : PyErr_Occurred() ? -1 : 1;
 }
 
 static int
@@ -232,7 +242,15 @@ add_argument(Words *words, PyObject *value, int depth)
         return certain;
     }
     if (type == &PyLong_Type) {
-        return push_integer(words, value);
+        int by_value = reads_integers(words->func);
+        Py_ssize_t length = words->length;
+        if (by_value < 0 || !push_integer(words, value)) {
+            return 0;
+        }
+        if (!by_value) {
+            words->at[length] = SOME_INTEGER << 3 | MARK;
+        }
+        return 1;
     }
     if (value == Py_None || type == &PyBool_Type || value == Py_Ellipsis
         || type == (PyTypeObject *)state.dtype_class
@@ -241,6 +259,9 @@ add_argument(Words *words, PyObject *value, int depth)
     }
     if (type == &PyFloat_Type) {
         return push(words, FLOAT << 3 | MARK);
+    }
+    if (type == (PyTypeObject *)state.Generator) {
+        return push(words, GENERATOR << 3 | MARK);
     }
     if (type == &PyUnicode_Type) {
         return PyUnicode_CHECK_INTERNED(value) && push_object(words, value, STRING);
@@ -287,6 +308,7 @@ is_lasting(PyObject *func)
 static int
 add_call(Words *words, const Call *call)
 {
+    words->func = call->func;
     if (!is_lasting(call->func) || !push_object(words, call->func, OBJECT)) {
         return 0;
     }
@@ -1344,7 +1366,7 @@ configure(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs)
     REFERENCES(CHECK)
 #undef CHECK
     static const char *const descriptors[] = {"local", "spec", "meta_tensor", "shape", "dtype",
-                                              "requires_grad", "grad_fn", "is_leaf"};
+                                              "requires_grad", "grad_fn", "is_leaf", "integers"};
     for (size_t i = 0; i < sizeof(descriptors) / sizeof(*descriptors); i++) {
         PyTypeObject *type = Py_TYPE(PyDict_GetItemString(kwargs, descriptors[i]));
         if (!type->tp_descr_get || !type->tp_descr_set) {

@@ -38,6 +38,7 @@ from disttensor.torch_private import (
     modes_see_functions,
     torch_functions_are_seen,
 )
+from ops.registry import RULES, Rule
 
 Tensor = torch.Tensor
 
@@ -86,7 +87,8 @@ def _compiled() -> tuple[Any, str]:
 def _configure(module: Any) -> None:
     module.configure(
         DistTensor=DistTensor, Tensor=Tensor, Parameter=torch.nn.Parameter, Size=torch.Size,
-        Uses=Uses, dtype_class=torch.dtype, memory_format=torch.memory_format,
+        Uses=Uses, Generator=torch.Generator, RULES=RULES, integers=Rule.__dict__["integers"],
+        dtype_class=torch.dtype, memory_format=torch.memory_format,
         layout=torch.layout, CallPlan=CallPlan, Answer=Answer, Out=TensorResult,
         NO_ORIGIN=Origin.NONE,
         local=DistTensor.__dict__["local"], spec=DistTensor.__dict__["spec"],

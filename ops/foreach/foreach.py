@@ -107,7 +107,7 @@ for _full in dir(torch):
     if _full.startswith("_foreach_") and _name not in NOT_POINTWISE:
         _factors = foreach(_name, _full.endswith("_"))
         _enter = rule(
-            getattr(torch, _full), exact=True, numbers="type", doc="each element pointwise"
+            getattr(torch, _full), exact=True, integers=_name == "pow", doc="each element pointwise"
         )
         _enter(_factors)
 
@@ -139,7 +139,7 @@ def fused(written: tuple[int, ...]) -> Callable[..., Factors]:
 
 
 for _func, _written in WRITTEN.items():
-    rule(_func, exact=True, numbers="type", doc="each parameter elementwise")(fused(_written))
+    rule(_func, exact=True, integers=False, doc="each parameter elementwise")(fused(_written))
 
 
 @rule(torch._amp_foreach_non_finite_check_and_unscale_)
@@ -162,7 +162,7 @@ def unscale(self: Sequence[Arg], found_inf: Arg, inv_scale: Arg) -> Factors:
     return f.replace(outputs=(), shapes=(), targets=(*f.targets, found_inf.index), local=local)
 
 
-@rule(torch._amp_update_scale_, numbers="type")
+@rule(torch._amp_update_scale_, integers=False)
 def update_scale(
     input: Arg, growth_tracker: Arg, found_inf: Arg, growth: float, backoff: float, interval: int
 ) -> Factors:

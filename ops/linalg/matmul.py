@@ -109,7 +109,7 @@ def _sum_and_product(
     a pending sum once."""
     name = func.__name__
 
-    @rule(func, numbers="type", doc=f"input + ({pattern} -> {out})")
+    @rule(func, integers=False, doc=f"input + ({pattern} -> {out})")
     def factors(input: Arg, first: Arg, second: Arg, *, beta: Any = 1, alpha: Any = 1) -> Factors:
         for i, j in fits:
             fit(name, first, i, second, j)

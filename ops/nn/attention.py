@@ -124,7 +124,8 @@ def with_dropout(call: LocalCall, plain: Local) -> Callable[..., Any]:
         if enable_gqa:
             each = query.shape[-3] // max(1, key.shape[-3])
             key, value = key.repeat_interleave(each, -3), value.repeat_interleave(each, -3)
-        scores = query @ key.transpose(-2, -1) * (scale or 1.0 / math.sqrt(query.shape[-1]))
+        scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+        scores = query @ key.transpose(-2, -1) * scale
         if is_causal:
             future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
             future.triu_(1 + first)

@@ -138,7 +138,7 @@ def zero_(input: Arg) -> Factors:
     return pointwise_factors([input], linear_terms=FIRST, moves=True)
 
 
-@rule(torch.fill_, numbers="type")
+@rule(torch.fill_, integers=False)
 def fill_(input: Arg, value: Any) -> Factors:
     """the target is only written; of a pending sum the first rank has the value, the others zero"""
     if isinstance(value, Arg):
@@ -151,7 +151,7 @@ def fill_(input: Arg, value: Any) -> Factors:
     return pointwise_factors([input], linear_terms=FIRST, local=local)
 
 
-@rule(torch.fill, exact=True, numbers="type")
+@rule(torch.fill, exact=True, integers=False)
 def fill(input: Arg, value: Any) -> Factors:
     """elementwise; only the input's shape matters"""
     tensors = [input, value] if isinstance(value, Arg) else [input]

@@ -19,7 +19,7 @@ from ops.registry import rule
 INPUT = frozenset({0})
 
 
-@rule(torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, numbers="type",
+@rule(torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, integers=False,
       sizes="letters")  # fmt: skip
 def like(input: Arg, *args: Any, **kwargs: Any) -> Factors:
     """lies as the input"""

@@ -35,24 +35,27 @@ QUOTIENTS = "div divide true_divide __truediv__ __itruediv__ __div__ __idiv__"
 # Linear in nothing
 UNARY = """
 abs absolute acos arccos acosh arccosh angle asin arcsin asinh arcsinh atan arctan atanh arctanh
-ceil cos cosh digamma erf erfc erfinv exp exp2 expm1 fix floor frac i0 isfinite isinf isnan
-isneginf isposinf isreal lgamma log log10 log1p log2 logit mvlgamma nan_to_num polygamma
-reciprocal round rsqrt sgn sigmoid sign signbit sin sinc sinh sqrt square tan tanh trunc airy_ai
-bessel_j0 bessel_j1 bessel_y0 bessel_y1 entr erfcx expit gammaln i0e i1 i1e log_ndtr
-modified_bessel_i0 modified_bessel_i1 modified_bessel_k0 modified_bessel_k1 multigammaln ndtr
-ndtri psi scaled_modified_bessel_k0 scaled_modified_bessel_k1 spherical_bessel_j0 clamp clamp_max
-clamp_min clip relu relu6 elu selu celu gelu silu mish leaky_relu softplus softsign softshrink
-hardshrink hardtanh hardswish hardsigmoid tanhshrink logsigmoid threshold _threshold __abs__
-__invert__
+ceil cos cosh digamma erf erfc erfinv exp exp2 expm1 fix floor frac i0 isfinite isinf isnan isneginf
+isposinf isreal lgamma log log10 log1p log2 logit nan_to_num reciprocal round rsqrt sgn sigmoid sign
+signbit sin sinc sinh sqrt square tan tanh trunc airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1
+entr erfcx expit gammaln i0e i1 i1e log_ndtr modified_bessel_i0 modified_bessel_i1
+modified_bessel_k0 modified_bessel_k1 ndtr ndtri psi scaled_modified_bessel_k0
+scaled_modified_bessel_k1 spherical_bessel_j0 clamp clamp_max clamp_min clip relu relu6 elu selu
+celu gelu silu mish leaky_relu softplus softsign softshrink hardshrink hardtanh hardswish
+hardsigmoid tanhshrink logsigmoid threshold _threshold __abs__ __invert__
 """
 BINARY = """
-arctan2 atan2 copysign float_power floor_divide fmax fmin fmod gcd heaviside hypot igamma igammac
-lcm logaddexp logaddexp2 maximum minimum nextafter polar pow remainder xlogy
-chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v chebyshev_polynomial_w
-gammainc gammaincc hermite_polynomial_h hermite_polynomial_he laguerre_polynomial_l
-legendre_polynomial_p shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u
-shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w xlog1py zeta __rdiv__ __rtruediv__
-__floordiv__ __rfloordiv__ __ifloordiv__ __mod__ __rmod__ __imod__ __pow__ __rpow__ __ipow__
+arctan2 atan2 copysign floor_divide fmax fmin fmod gcd heaviside hypot igamma igammac lcm logaddexp
+logaddexp2 maximum minimum nextafter polar remainder xlogy chebyshev_polynomial_t
+chebyshev_polynomial_u chebyshev_polynomial_v chebyshev_polynomial_w gammainc gammaincc
+hermite_polynomial_h hermite_polynomial_he laguerre_polynomial_l legendre_polynomial_p
+shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u shifted_chebyshev_polynomial_v
+shifted_chebyshev_polynomial_w xlog1py zeta __rdiv__ __rtruediv__ __floordiv__ __rfloordiv__
+__ifloordiv__ __mod__ __rmod__ __imod__
+"""
+# Torch refuses some integers (a negative exponent of integers)
+WITH_INTEGER = """
+pow float_power __pow__ __rpow__ __ipow__ polygamma mvlgamma multigammaln
 """
 COMPARISON = """
 eq ne not_equal lt less le less_equal gt greater ge greater_equal isclose __eq__ __ne__ __lt__
@@ -74,7 +77,9 @@ def enter(names: str, rule: Rule) -> None:
         for func, inplace in functions_named(name, PLACES):
             if func not in RULES:
                 factors = _not_inplace(func, rule.factors)
-                register(replace(rule, inplace=inplace, factors=factors), func, exact=True)
+                integers = rule.integers or factors is not rule.factors  # inplace=1
+                found = replace(rule, inplace=inplace, factors=factors, integers=integers)
+                register(found, func, exact=True)
 
 
 def _not_inplace(func: Function, factors: Callable[..., Factors]) -> Callable[..., Factors]:
@@ -125,7 +130,7 @@ LINEAR: dict[str, Callable[[Any, dict[str, Any]], Terms]] = {
 }
 
 
-def pointwise(names: str, linear: str = "none", results: int = 1) -> None:
+def pointwise(names: str, linear: str = "none", results: int = 1, integers: bool = False) -> None:
     """Registers elementwise functions by name; ``linear``: a key of LINEAR."""
     terms_of = LINEAR[linear]
 
@@ -134,7 +139,7 @@ def pointwise(names: str, linear: str = "none", results: int = 1) -> None:
         return pointwise_factors(tensors, results, linear_terms=terms_of(args, kwargs))
 
     pattern = f"elementwise, linear: {linear}"
-    enter(names, Rule("pointwise", factors, numbers="type", pattern=pattern, sizes="letters"))
+    enter(names, Rule("pointwise", factors, integers=integers, pattern=pattern, sizes="letters"))
 
 
 for _names, _linear in (
@@ -143,13 +148,14 @@ for _names, _linear in (
     pointwise(_names, _linear)
 for _names in (UNARY, BINARY, COMPARISON, LOGICAL, BITWISE):
     pointwise(_names)
+pointwise(WITH_INTEGER, integers=True)
 pointwise("addcdiv")
 pointwise("addcmul", "product and sum")
 pointwise("lerp", "interpolation")
 pointwise("frexp", results=2)
 
 
-@rule(torch.where, exact=True, numbers="type")
+@rule(torch.where, exact=True, integers=False)
 def where(condition: Any, input: Any = None, other: Any = None) -> Factors:
     """elementwise; linear in both choices together"""
     if input is None or other is None:
@@ -158,7 +164,7 @@ def where(condition: Any, input: Any = None, other: Any = None) -> Factors:
     return pointwise_factors(tensors, linear_terms=each(input, other))
 
 
-@rule(torch.Tensor.where, exact=True, numbers="type")
+@rule(torch.Tensor.where, exact=True, integers=False)
 def tensor_where(input: Any, condition: Any, other: Any) -> Factors:
     """elementwise; linear in both choices together"""
     tensors = tensors_in(input, condition, other)

@@ -127,7 +127,7 @@ def multiply_negative(
     return input.mul_(slope) if call.func is torch.rrelu_ else input * slope
 
 
-@rule(F.rrelu, torch.rrelu, torch.rrelu_, exact=True, numbers="type")
+@rule(F.rrelu, torch.rrelu, torch.rrelu_, exact=True)
 def rrelu(
     input: Arg, lower: float = 0.125, upper: float = 1 / 3, training: bool = False,
     inplace: bool = False, generator: Any = None,

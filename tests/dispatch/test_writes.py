@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import disttensor as dt
+from tests.support.oracle import fallbacks
 from tests.support.pool import on_ranks
 
 R, S0, S1, P = dt.Replicate(), dt.Shard(0), dt.Shard(1), dt.Partial()
@@ -170,3 +171,34 @@ def test_writes_to_from_local_of_a_leaf_are_those_of_one_process() -> None:
                     torch.testing.assert_close(now.full_tensor().detach(), then.detach())
     with pytest.raises(RuntimeError, match="view of a leaf Variable"):
         dt.from_local(nn.Parameter(whole), mesh, [R]).zero_()
+
+
+@torch.library.custom_op("test_writes::addto_", mutates_args={"x"})
+def addto_(x: Tensor, y: Tensor) -> None:
+    x.add_(y)
+
+
+@torch.library.custom_op("test_writes::swap_", mutates_args={"x", "y"})
+def swap_(x: Tensor, y: Tensor, scale: float) -> None:
+    x.mul_(scale)
+    y.add_(1)
+
+
+@on_ranks(2)
+def test_a_target_that_is_also_an_argument_is_one_tensor() -> None:
+    mesh = dt.init_mesh((2,), ("a",))
+    whole = torch.arange(10.0).reshape(5, 2)
+    for placement in (R, S0, S1):
+        x = dt.shard_tensor(whole.clone(), mesh, [placement])
+        with fallbacks():
+            torch.ops.test_writes.addto_(x, x)
+            assert x.placements == (placement,)
+            assert torch.equal(x.full_tensor(), whole * 2)
+            torch.ops.test_writes.swap_(x, x, 3.0)
+        assert torch.equal(x.full_tensor(), whole * 6 + 1)
+        index = torch.tensor([0, 1, 2, 3, 4])
+        with pytest.raises(RuntimeError, match=r"single memory location|overlap"), fallbacks():
+            x.index_add_(0, index, x)
+        with pytest.raises(RuntimeError, match=r"single memory location|overlap"), fallbacks():
+            x.index_copy_(0, index.flip(0), x)
+        assert torch.equal(x.full_tensor(), whole * 6 + 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import disttensor as dt
+import ops
 from disttensor import Replicate, Shard
 from ops.signatures import form_of
 from tests.support.oracle import fallbacks, line, randint, randn
@@ -172,3 +175,37 @@ def test_the_place_of_each_argument_in_the_one_form() -> None:
             n = len(args) + len(words)
             assert form.order is None or sorted(form.order) == [*range(n)], func
             assert form_of(func, form.args, form.kwargs).order is None, (func, words)
+
+
+def is_number(value: ast.AST) -> bool:
+    """Returns True for the code of a number: ``1.0 / n``, ``-1``, ``math.sqrt(n)``, ``len(x)``."""
+    if isinstance(value, ast.Constant):
+        return isinstance(value.value, (int, float)) and not isinstance(value.value, bool)
+    if isinstance(value, ast.Call):
+        return ast.unparse(value.func).startswith(("math.", "len", "max", "min", "int", "float"))
+    return isinstance(value, (ast.UnaryOp, ast.BinOp)) and not isinstance(
+        getattr(value, "op", None), (ast.Not, ast.BitOr, ast.BitAnd, ast.Mult, ast.Mod)
+    )
+
+
+def test_no_number_gets_its_default_by_or() -> None:
+    """``scale or 1.0`` takes scale=0.0 for a missing one."""
+    found = []
+    for file in Path(ops.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or):
+                found += [f"{file.name}:{node.lineno}"] * is_number(node.values[-1])
+    assert not found, found
+
+
+@on_ranks(2)
+def test_a_scale_of_zero_is_a_scale() -> None:
+    q = randn(2, 4, 6, 3)
+    for p in (0.0, 1e-9):
+        x = dt.shard_tensor(q, line(), [Shard(0)])
+        got = F.scaled_dot_product_attention(x, x, x, dropout_p=p, scale=0.0)
+        want = q.mean(2, keepdim=True).expand_as(q)
+        torch.testing.assert_close(got.full_tensor(), want, rtol=1e-6, atol=1e-6)
+    assert x.to(torch.complex128).conj().is_conj()
+    assert torch.is_conj(x.to(torch.complex128).conj()) and not x.is_conj()
+    assert x.to(torch.complex128).conj().imag.is_neg() and not torch.is_neg(x)
