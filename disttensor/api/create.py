@@ -72,7 +72,7 @@ def from_fn(
         if made.draws:
             state.draw(mesh, "invariant", kwargs.get("generator"))
         return execute.off_mesh_leaf(spec.with_dtype(made.outs[0].dtype), requires_grad)
-    compare_programs.record_entry(who, spec)
+    compare_programs.record_entry(who, spec, bool(requires_grad))
     local = make_local(fn, spec, args, kwargs)
     if local is None:
         local = fn(spec.local_shape, *args, dtype=dtype, device=mesh.device, **kwargs)

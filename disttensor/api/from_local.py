@@ -12,6 +12,7 @@ import torch
 from disttensor.autograd.grad_types import GradType, reshard_local
 from disttensor.checks import check_bool, check_dense, check_shape
 from disttensor.comm import compare_collectives, compare_programs, objects
+from disttensor.comm.agree import agree
 from disttensor.core.layout import Axes, Layout
 from disttensor.core.mesh import ProcessMesh, as_mesh
 from disttensor.core.placement import Placement
@@ -34,18 +35,20 @@ def from_local(
 
     Args:
         local: the piece, cut as by torch.chunk (5 over 4: 2, 2, 1, 0). On a rank off the mesh only
-            its requires_grad counts, and with ``shape=`` its dtype.
+            its dtype and requires_grad count, and only with ``shape=``.
         placements: one for each mesh axis; or ``dims_mapping`` and ``partial_status``.
-        shape: the global shape. Without it the ranks exchange sizes and dtypes of their pieces.
+        shape: the global shape. Without it the ranks exchange sizes of their pieces, and compare
+            dtype and requires_grad.
         run_check: False sends nothing, as in torch. Each rank, also off the mesh, assumes that all
             pieces have the size of its own; ``dt.debugging.compare_ranks()`` finds if they differ.
         grad_placements: the placements of the gradient of ``local``, as in torch: Shard for Shard,
             Replicate for Partial, Replicate (the default) or Partial("sum") for Replicate.
 
     Raises:
-        ValueError: on all ranks, if the pieces do not form a tensor or have several dtypes. With
-            ``shape=`` only the rank whose piece has another size raises it, and dtypes are compared
-            under ``dt.debugging.compare_ranks()`` only.
+        ValueError: on all ranks, if the pieces do not form a tensor. With ``shape=`` only the rank
+            whose piece has another size raises it.
+        MismatchError: on all ranks, if the pieces differ in dtype, number of dims or requires_grad.
+            With ``shape=`` the next optimizer step raises it, or ``dt.debugging.compare_ranks()``.
 
     >>> dt.from_local(torch.zeros(4, 6), mesh, [dt.Shard(0), dt.Replicate()]).shape
     torch.Size([4, 6])
@@ -65,18 +68,23 @@ def from_local(
         parts = [math.prod(mesh.shape[a] for a in axes) for axes in layout.dims]
         shape = [n * k for n, k in zip(local.shape, parts, strict=True)]
     if mesh.coordinate is None:
-        received: Any = shape, local.dtype
+        received: Any = shape, local.dtype, _requires_grad(local)
         if shape is None:
             received = objects.recv_object(mesh.root.ranks, mesh.device)
-        size, dtype = received
-        return execute.off_mesh_leaf(spec_of(mesh, size, dtype, *how), local.requires_grad)
+        size, dtype, requires_grad = received
+        return execute.off_mesh_leaf(spec_of(mesh, size, dtype, *how), requires_grad)
     asked = shape is None
     with objects.send_errors(mesh.root.ranks, mesh.device) if asked else nullcontext():
         x = from_pieces(local, mesh, layout_from(mesh, local.ndim, *how), shape, axes)
-    compare_programs.record_entry("from_local", x.spec)
+    compare_programs.record_entry("from_local", x.spec, x.requires_grad)
     if asked:
-        objects.send_object((tuple(x.shape), x.dtype), mesh.root.ranks, mesh.device)
+        known = tuple(x.shape), x.dtype, x.requires_grad
+        objects.send_object(known, mesh.root.ranks, mesh.device)
     return x
+
+
+def _requires_grad(local: Tensor) -> bool:
+    return local.requires_grad and torch.is_grad_enabled()
 
 
 def from_pieces(
@@ -85,18 +93,10 @@ def from_pieces(
     """Runs ``from_local`` on the ranks of the mesh. The gradient of ``local`` is a pending sum over
     ``axes``."""
     if shape is None or compare_collectives.enabled:
-        mine = tuple(local.shape), local.dtype
-        everyone = objects.gather_objects(mine, mesh.group(tuple(range(mesh.ndim))))
-        pieces = [sizes for sizes, _ in everyone]
-        if len({(len(sizes), dtype) for sizes, dtype in everyone}) > 1:
-            held = ", ".join(
-                f"rank {r} {list(sizes)} of {dtype}"
-                for r, (sizes, dtype) in zip(mesh.ranks, everyone, strict=True)
-            )
-            raise ValueError(
-                f"from_local: the pieces differ in dtype or number of dims: {held}. Give all ranks "
-                "pieces of one dtype, with the same number of dims"
-            )
+        pieces = agree(
+            "from_local", mesh.group(tuple(range(mesh.ndim))), tuple(local.shape),
+            dtype=local.dtype, ndim=local.ndim, requires_grad=_requires_grad(local),
+        )  # fmt: skip
         if shape is None:
             shape = _global_shape(pieces, layout, mesh)
         _check_pieces(check_spec(DistSpec(mesh, layout, shape, local.dtype)), pieces)
@@ -107,9 +107,11 @@ def from_pieces(
             f"{list(local.shape)}"
         )
     local = local if local.is_meta else local.to(mesh.device)
-    if local.requires_grad and torch.is_grad_enabled():
+    if _requires_grad(local):
         read = GradType(spec, axes)
         local = reshard_local(local, read, GradType(spec), None) if axes else local.view_as(local)
+    elif local.requires_grad:
+        local = local.detach()
     if layout.partial:
         hand_out(local)
     return wrap(local, spec)

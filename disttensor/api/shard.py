@@ -17,10 +17,12 @@ from disttensor.checks import (
     check_int,
 )
 from disttensor.comm import collectives, compare_programs, objects
+from disttensor.comm.agree import agree
+from disttensor.comm.process_group import world
 from disttensor.core.init_mesh import mesh_of_all
 from disttensor.core.mesh import ProcessMesh, as_mesh
 from disttensor.core.placement import Placement
-from disttensor.core.spec import spec_of
+from disttensor.core.spec import DistSpec, spec_of
 from disttensor.meta import execute
 from disttensor.tensor.awaited import start_reshard
 from disttensor.tensor.dist_tensor import DistTensor, wrap
@@ -59,35 +61,41 @@ def shard_tensor(
     if isinstance(data, DistTensor):
         return _reshard_dist_tensor(data, mesh, how, dtype, requires_grad, src_rank)
     value = _values(data, meta=src_rank is None and not check)
-    check_differentiable("shard_tensor", requires_grad or False, dtype or value.dtype)
-    spec = spec_of(mesh, value.shape, dtype or value.dtype, *how)
-    if mesh.coordinate is not None:
-        value = value.to(device="meta" if value.is_meta else mesh.device, dtype=spec.dtype)
-    compare_programs.record_entry("shard_tensor", spec)
-    full = spec.replicated()
-    whole = mesh.root
-    if src_rank is not None and src_rank not in whole.ranks:
-        raise ValueError(
-            f"src_rank={src_rank} is not in {whole!r}; its ranks are {list(whole.ranks)}"
-        )
-    if requires_grad is None:
-        requires_grad = isinstance(data, Tensor) and data.requires_grad
     in_graph = value.requires_grad and not value.is_leaf and torch.is_grad_enabled()
-    if in_graph and requires_grad and src_rank is not None:
+    if requires_grad is None:
+        requires_grad = value.requires_grad
+    root = mesh.root
+    if src_rank is not None and mesh.coordinate is not None:
+        agree(
+            "shard_tensor", root.group(tuple(range(root.ndim))), src_rank=src_rank,
+            dtype=value.dtype, shape=tuple(value.shape), requires_grad=requires_grad,
+            in_graph=in_graph,
+        )  # fmt: skip
+    if src_rank is not None and src_rank not in root.ranks:
+        raise ValueError(
+            f"src_rank={src_rank} is not in {root!r}; its ranks are {list(root.ranks)}"
+        )
+    check_differentiable("shard_tensor", requires_grad, dtype or value.dtype)
+    spec = spec_of(mesh, value.shape, dtype or value.dtype, *how)
+    compare_programs.record_entry("shard_tensor", spec, requires_grad)
+    in_graph = in_graph and requires_grad
+    if in_graph and src_rank is not None:
         raise ValueError(
             f"shard_tensor: src_rank={src_rank} of data in a graph: the other ranks' data have no "
             "part in the result, and so no gradient. Give data.detach(), or leave src_rank out"
         )
-    if mesh.coordinate is None:
+    if mesh.coordinate is None and not in_graph:
         return _as_parameter(execute.off_mesh_leaf(spec, requires_grad), data)
-    if check and src_rank is None:
-        _compare(value, whole)
+    value = value if in_graph else value.detach()
+    value = value.to(device="meta" if value.is_meta else mesh.device, dtype=spec.dtype)
+    if in_graph:
+        return _from_all_ranks(value, spec)
     if src_rank is not None:
-        group = whole.group(tuple(range(whole.ndim)))
-        value = collectives.broadcast(value.detach(), group.ranks.index(src_rank), group)
-    elif in_graph and requires_grad:
-        return resharded(wrap(value, full), spec)
-    local = cross_mesh.run(value.detach(), full, spec)
+        group = root.group(tuple(range(root.ndim)))
+        value = collectives.broadcast(value, group.ranks.index(src_rank), group)
+    elif check:
+        _compare(value, root)
+    local = cross_mesh.run(value, spec.replicated(), spec)
     if not value.is_meta and (
         local.untyped_storage().nbytes() > local.nbytes
         or local.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
@@ -95,6 +103,17 @@ def shard_tensor(
         local = local.clone(memory_format=torch.contiguous_format)
     local = scale_average_grad(local.requires_grad_(requires_grad), spec)
     return _as_parameter(wrap(local, spec), data)
+
+
+def _from_all_ranks(value: Tensor, spec: DistSpec) -> DistTensor:
+    """Returns ``value``, which is in a graph on every rank of the world, in ``spec``. Its gradient
+    reaches every rank, also off the mesh."""
+    full, size = spec.replicated(), world()[1]
+    if spec.mesh.root.size == size:
+        return resharded(wrap(value, full), spec)
+    everyone = ProcessMesh(range(size), ("world",), spec.mesh.device_type)
+    source = DistSpec(everyone, full.layout, full.shape, full.dtype)
+    return resharded(resharded(wrap(value, source), full), spec)
 
 
 def _values(data: Any, meta: bool) -> Tensor:

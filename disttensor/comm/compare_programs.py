@@ -100,9 +100,10 @@ class CallFingerprint(NamedTuple):
         ))  # fmt: skip
 
 
-def record_entry(what: str, spec: Any) -> None:
+def record_entry(what: str, spec: Any, requires_grad: bool = False) -> None:
     """Records a call without tensor arguments or without results: a new DistTensor, a backward."""
     if _is_compared(spec.mesh):
+        what += ", which requires grad, of" * requires_grad
         record_call(_entry(what, spec, user_place(sys._getframe(1))))
 
 
