@@ -16,10 +16,11 @@ import json
 import os
 import re
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from disttensor.checkpoint.synced_file import Sums, SyncedFile, sum_of
+from disttensor.checkpoint.synced_file import Sums, SyncedFile, path_inside, sum_of, sync_folder
 from disttensor.progress import bar
 
 _NAME = re.compile(r"(\d{6,})-step-(\d+)")
@@ -47,9 +48,10 @@ def begin(folder: Path, step: int) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for name in os.listdir(folder):
         if name.startswith((_WRITING, _REMOVING)):
-            shutil.rmtree(folder / name)
-    last = max((saved.number for saved in complete(folder)), default=0)
-    path = folder / f"{_WRITING}{last + 1:06d}-step-{step}"
+            _remove(folder / name)
+    number = max((saved.number for saved in complete(folder)), default=0) + 1
+    while os.path.lexists(path := folder / f"{_WRITING}{number:06d}-step-{step}"):
+        number += 1  # a folder that could not be removed
     path.mkdir()
     return path
 
@@ -65,10 +67,10 @@ def publish(path: Path, step: int, sums: Sums) -> Path:
     mark = {"format": 1, "step": step, "files": sums}
     with SyncedFile(path / _MARK, {}) as file:
         file.write(json.dumps(mark, indent=1).encode())
-    _sync(path)
+    sync_folder(path)
     target = path.with_name(path.name.removeprefix(_WRITING))
     os.rename(path, target)
-    _sync(target.parent)
+    sync_folder(target.parent)
     return target
 
 
@@ -76,17 +78,28 @@ def prune(folder: Path, keep: int | None) -> None:
     """Removes all but the newest ``keep`` checkpoints: each is renamed first."""
     for saved in complete(folder)[: -keep if keep else 0]:
         doomed = saved.path.with_name(_REMOVING + saved.path.name)
-        os.rename(saved.path, doomed)
-        shutil.rmtree(doomed)
+        try:
+            os.rename(saved.path, doomed)
+        except OSError as error:
+            _warn(saved.path, error)
+        else:
+            _remove(doomed)
 
 
-def _sync(folder: Path) -> None:
-    """Syncs the names in a folder to the disk."""
-    handle = os.open(folder, os.O_RDONLY)
+def _remove(path: Path) -> None:
+    """Removes a folder, or a link to one. Checkpoints do not depend on leftover folders: a folder
+    that cannot be removed (open files on NFS) is a warning, and the next save tries again."""
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        if path.is_symlink() or not path.is_dir():
+            path.unlink()
+        else:
+            shutil.rmtree(path)
+    except OSError as error:
+        _warn(path, error)
+
+
+def _warn(path: Path, error: OSError) -> None:
+    warnings.warn(f"Checkpointer: {path} cannot be removed: {error}", stacklevel=2)
 
 
 def check(path: Path, part: int, parts: int) -> int:
@@ -102,7 +115,7 @@ def check(path: Path, part: int, parts: int) -> int:
     large = sorted(name for name in files if name.endswith(".distcp"))
     mine = {name for name in files if name not in large or large.index(name) % parts == part}
     for name, (size, _) in files.items():
-        file = path / name
+        file = path_inside(path, name)
         if not file.is_file():
             raise ValueError(f"{file} is missing. {_WAY_OUT}")
         there = file.stat().st_size

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from disttensor.checkpoint.safetensors_files import Stored, read_box, stored_in
-from disttensor.checkpoint.save_pretrained import INDEX, check_names, renamed
+from disttensor.checkpoint.save_pretrained import INDEX, ONE_FILE, check_names, renamed
+from disttensor.checkpoint.synced_file import path_inside
 from disttensor.checks import check_bool, check_sequence, check_type
 from disttensor.core.layout import Box
 from disttensor.core.mesh import ProcessMesh, as_mesh
@@ -113,7 +114,9 @@ def _paths(files: Any) -> list[Path]:
         return [path]
     if (path / INDEX).exists():
         weights = json.loads((path / INDEX).read_text())["weight_map"]
-        return [path / name for name in sorted(set(weights.values()))]
+        return [path_inside(path, name) for name in sorted(set(weights.values()))]
+    if (path / ONE_FILE).exists():  # others may be of a save that did not end
+        return [path / ONE_FILE]
     found = sorted(path.glob("*.safetensors"))
     if not found:
         raise FileNotFoundError(f"pretrained.load: {path} has no *.safetensors")

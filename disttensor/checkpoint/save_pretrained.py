@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from disttensor.checkpoint.safetensors_files import Stored, plan_file, write_rows
+from disttensor.checkpoint.synced_file import SyncedFile, sync_folder
 from disttensor.checks import argument_error, check_int, check_type, is_int
 from disttensor.comm.groups import world_group
 from disttensor.comm.objects import run_on_all_ranks
@@ -26,7 +27,7 @@ from disttensor.progress import Advance, bar
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.reshard import resharded
 
-INDEX = "model.safetensors.index.json"
+INDEX, ONE_FILE = "model.safetensors.index.json", "model.safetensors"
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
@@ -149,7 +150,8 @@ def _files(folder: Path, tensors: dict[str, Any], limit: int) -> list[Any]:
 def _make(folder: Path, files: list[Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for start, inside, size in files:
-        with inside[0].path.open("wb") as file:
+        inside[0].path.unlink(missing_ok=True)  # of a save that has failed, or a link
+        with inside[0].path.open("xb") as file:
             file.write(start)
             file.truncate(size)
 
@@ -182,7 +184,8 @@ def _write(inside: list[Stored], tensors: dict[str, Any], advance: Advance) -> E
     error: Exception | None = None
     with contextlib.ExitStack() as stack:
         try:
-            file = stack.enter_context(inside[0].path.open("r+b", buffering=0))
+            handle = os.open(inside[0].path, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
+            file = stack.enter_context(open(handle, "r+b", buffering=0))
         except OSError as caught:
             error = caught
         for stored in inside:
@@ -202,21 +205,33 @@ def _write(inside: list[Stored], tensors: dict[str, Any], advance: Advance) -> E
 
 
 def _publish(model: nn.Module, folder: Path, files: list[Any]) -> None:
-    """Gives the files their final names, and removes files of an earlier model."""
+    """Gives the files their final names, and removes files of an earlier model. Each step leaves
+    the earlier model or this one: files that the earlier index names stay as they are until this
+    index has replaced it in one step, which is on the disk before they are removed."""
     weights: dict[str, str] = {}
-    for _, inside, _ in files:
-        path = inside[0].path
-        name = path.name[1:].removesuffix(".part")
-        path.rename(folder / name)
+    names = [inside[0].path.name[1:].removesuffix(".part") for _, inside, _ in files]
+    free, version = names, 1
+    while len(files) > 1 and any(map(os.path.lexists, map(folder.joinpath, free))):
+        version += 1
+        free = [name.replace("model-", f"model-v{version}-", 1) for name in names]
+    for (_, inside, _), name in zip(files, free, strict=True):
+        inside[0].path.rename(folder / name)
         weights |= {one.name: name for one in inside}
-    for old in folder.glob("model-*-of-*.safetensors"):
-        if old.name not in weights.values():
-            old.unlink()
-    (folder / INDEX).unlink(missing_ok=True)
+    sync_folder(folder)
     if len(files) > 1:
         total = sum(one.nbytes for _, inside, _ in files for one in inside)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        part = folder / f".{INDEX}.part"
+        part.unlink(missing_ok=True)
+        with SyncedFile(part, {}) as file:
+            file.write((json.dumps(index, indent=2) + "\n").encode())
+        part.rename(folder / INDEX)
+    else:
+        (folder / INDEX).unlink(missing_ok=True)
+    sync_folder(folder)
+    for old in (folder / ONE_FILE, *folder.glob("model-*-of-*.safetensors")):
+        if old.name not in weights.values():
+            old.unlink(missing_ok=True)
     config: Any = getattr(model, "config", None)
     if hasattr(config, "save_pretrained"):
         config.architectures = [type(model).__name__]

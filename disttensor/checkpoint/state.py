@@ -11,6 +11,7 @@ import copy
 import io
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from disttensor.torch_private import outside_modes
 
 Tensor = torch.Tensor
 Tensors = dict[str, Tensor]
-Target = Callable[[str, Tensor], Any]  # (name, saved tensor) -> its replacement
+Target = Callable[[Path, Tensor], Any]  # (path, saved tensor) -> its replacement
 _SMALL = 64  # elements of a regular tensor that stays in the tree
 
 
@@ -64,6 +65,7 @@ def collect(key: str, x: Any, names: Mapping[int, str], tensors: Tensors) -> Any
                 for name, (ranks, of) in held.items()
                 if ranks is not None
             },
+            "own": _split(_own_state(x), f"{key}.own", tensors),
         }
     if hasattr(x, "state_dict") and hasattr(x, "load_state_dict"):
         return {"kind": "object", "state": _split(x.state_dict(), key, tensors)}
@@ -76,6 +78,14 @@ def collect(key: str, x: Any, names: Mapping[int, str], tensors: Tensors) -> Any
 
 
 _LISTS = ("params", "param_names")
+
+
+def _own_state(x: Optimizer) -> dict[str, Any]:
+    """Returns the state of an optimizer that belongs to no parameter: "state", entries of
+    ``x.state`` such as ``x.state["ema"]``; "more", what its class adds to ``state_dict``."""
+    whole = {} if type(x).state_dict is Optimizer.state_dict else x.state_dict()
+    more = {k: v for k, v in whole.items() if k not in ("state", "param_groups")}
+    return {"state": {k: v for k, v in x.state.items() if not isinstance(k, Tensor)}, "more": more}
 
 
 def _ranks(p: Tensor) -> tuple[int, ...] | None:
@@ -97,6 +107,7 @@ def _name(p: Tensor, names: Mapping[int, str], key: str) -> str:
 
 def _split(value: Any, name: str, tensors: Tensors, small: int = _SMALL) -> Any:
     """Moves the tensors of ``value`` to ``tensors``, and puts meta tensors in their place."""
+    seen: set[str] = set()
 
     def leaf(x: Any, path: Path) -> Any:
         if not isinstance(x, Tensor):
@@ -107,14 +118,25 @@ def _split(value: Any, name: str, tensors: Tensors, small: int = _SMALL) -> Any:
                 x = resharded(x.detach(), spec_of_boxes(x.spec))
         elif x.numel() <= small:
             return x.detach().cpu().clone()
-        tensors[_joined(name, path)] = x.detach()
+        full_name = _joined(name, path, seen)
+        if full_name in tensors:
+            raise ValueError(f"two entries of a checkpoint have the name {full_name}: rename one")
+        tensors[full_name] = x.detach()
         return _meta(x.shape, x.dtype)
 
     return map_paths(value, leaf)
 
 
-def _joined(name: str, path: Path) -> str:
-    return ".".join(map(str, (name, *path)))
+def _joined(name: str, path: Path, seen: set[str]) -> str:
+    """Returns the name of a tensor, and adds it to ``seen``, the names so far. Two paths may have
+    one name, as ``a.b`` and ``a``, ``b``: the second is numbered."""
+    plain = full_name = ".".join(map(str, (name, *path)))
+    count = 1
+    while full_name in seen:
+        count += 1
+        full_name = f"{plain}~{count}"
+    seen.add(full_name)
+    return full_name
 
 
 @lru_cache(maxsize=1024)
@@ -126,21 +148,46 @@ def _meta(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 def _fill(value: Any, name: str, tensors: Tensors, target: Target) -> Any:
     """Replaces each tensor by the result of ``target``, which will be read if the tensor is a meta
     tensor. The inverse of ``collect``."""
+    seen: set[str] = set()
 
     def leaf(x: Any, path: Path) -> Any:
         if not isinstance(x, Tensor):
             return x
-        full_name = _joined(name, path)
-        made = target(full_name, x)
+        made = target(path, x)
         if x.is_meta:
-            tensors[full_name] = made
+            tensors[_joined(name, path, seen)] = made
         return made
 
     return map_paths(value, leaf)
 
 
-def _plain(name: str, saved: Tensor) -> Tensor:
+def _plain(path: Path, saved: Tensor) -> Tensor:
     return torch.empty(saved.shape, dtype=saved.dtype) if saved.is_meta else saved
+
+
+def _part(value: Any, path: Path) -> Any:
+    """Returns the part of a structure at a path; None if there is none."""
+    for key in path:
+        try:
+            value = value[key]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return value
+
+
+def _like(now: Any) -> Target:
+    """Makes new tensors, with the layouts that the tensors at the same paths of ``now`` have."""
+
+    def make(path: Path, saved: Tensor) -> Tensor:
+        found = _part(now, path)
+        if not isinstance(found, DistTensor) or found.shape != saved.shape:
+            return _plain(path, saved)
+        if not saved.is_meta:
+            return shard_tensor(saved, found.process_mesh, found.placements)
+        spec = spec_of_boxes(found.spec)
+        return empty(*saved.shape, mesh=spec.mesh, placements=spec.placements, dtype=saved.dtype)
+
+    return make
 
 
 def check_loadable(key: str, tree: Any) -> None:
@@ -173,16 +220,7 @@ def restore(
     if kind == "optimizer":
         return _restore_optimizer(key, x, saved, names, tensors)
     if kind == "object":
-        now: Tensors = {}
-        _split(x.state_dict(), key, now)
-
-        def like(name: str, there: Tensor) -> Tensor:
-            found = now.get(name)
-            if there.is_meta and isinstance(found, DistTensor) and found.shape == there.shape:
-                return torch.empty_like(found, dtype=there.dtype)
-            return _plain(name, there)
-
-        state = _fill(saved["state"], key, tensors, like)
+        state = _fill(saved["state"], key, tensors, _like(x.state_dict()))
         return lambda: x.load_state_dict(state)
     value = saved["state"]
     if isinstance(x, Tensor):
@@ -191,17 +229,58 @@ def restore(
             return lambda: x.copy_(value)
         tensors[key] = x.detach()
         return x.detach
-    value = _fill(value, key, tensors, _plain)
+    reads: dict[int, tuple[Tensor, Tensor | None]] = {}
+    value = _fill(value, key, tensors, _in_place(x, reads))
     if type(x) is not type(value):
         raise ValueError(
             f"{key} is a {type(x).__name__}, and was saved as a {type(value).__name__}"
         )
 
     def put() -> None:
-        x.clear()
-        x.extend(value) if isinstance(x, list) else x.update(value)
+        def filled(read: Any, path: Path) -> Any:
+            target, copy_from = reads.get(id(read), (read, None))
+            if copy_from is not None:
+                with torch.no_grad():
+                    target.copy_(copy_from)
+            return target
+
+        _refill(x, map_paths(value, filled))
 
     return put
+
+
+def _in_place(now: Any, reads: dict[int, tuple[Tensor, Tensor | None]]) -> Target:
+    """Chooses the memory of the tensors at the same paths of ``now``. ``reads``: id of a tensor
+    that is read -> the tensor of ``now``, and what is copied to it if it is not read directly."""
+    make = _like(now)
+
+    def choose(path: Path, saved: Tensor) -> Tensor:
+        old = _part(now, path)
+        if not isinstance(old, Tensor) or (old.shape, old.dtype) != (saved.shape, saved.dtype):
+            return make(path, saved)
+        has_boxes = not isinstance(old, DistTensor) or spec_of_boxes(old.spec) is old.spec
+        is_direct = saved.is_meta and has_boxes and not old.is_meta
+        read = old.detach() if is_direct else make(path, saved)
+        kept.append(read)
+        reads[id(read)] = old, None if is_direct else read
+        return read
+
+    kept: list[Tensor] = []  # an id is that of a living tensor
+    return choose
+
+
+def _refill(old: Any, new: Any) -> Any:
+    """Returns ``old`` with the contents of ``new`` if both are dicts or both are lists, else
+    ``new``."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        items = {k: _refill(old.get(k), v) for k, v in new.items()}
+        old.clear()
+        old.update(items)
+        return old
+    if isinstance(old, list) and isinstance(new, list):
+        old[:] = [_refill(a, b) for a, b in zip_longest(old[: len(new)], new)]
+        return old
+    return new
 
 
 def _restore_model(key: str, model: nn.Module, saved: Any, tensors: Tensors) -> Callable[[], Any]:
@@ -236,7 +315,12 @@ def _restore_optimizer(
     listed = [[_name(p, names, key) for p in group["params"]] for group in x.param_groups]
     group_of = {name: g for g, group in enumerate(saved["params"]) for name in group}
     _check_names(key, "optimizer", [n for group in listed for n in group], group_of)
-    chosen = [_group_of(key, group, group_of, saved["options"]) for group in listed]
+    empty_groups = iter([g for g, group in enumerate(saved["params"]) if not group])
+    chosen = [
+        _group_of(key, group, group_of, saved["options"]) if group else next(empty_groups, None)
+        for group in listed
+    ]
+    own = _fill(saved.get("own", {}), f"{key}.own", tensors, _like(_own_state(x)))
     options = _fill(saved["options"], f"{key}.options", tensors, _plain)
     state: dict[Any, Any] = {}
     for group, there in zip(x.param_groups, listed, strict=True):
@@ -249,7 +333,8 @@ def _restore_optimizer(
         whole = x.state_dict()
         for group, i in zip(whole["param_groups"], chosen, strict=True):
             group.update({} if i is None else options[i])
-        x.load_state_dict({**whole, "state": {}})
+        x.load_state_dict({**whole, **own.get("more", {}), "state": {}})
+        x.state.update(own.get("state", {}))
         for group in x.param_groups:
             for p in group["params"]:
                 if p not in state:
@@ -262,10 +347,8 @@ def _restore_optimizer(
     return put
 
 
-def _group_of(key: str, group: list[str], group_of: Any, options: list[Any]) -> int | None:
+def _group_of(key: str, group: list[str], group_of: Any, options: list[Any]) -> int:
     """Returns the number of the saved group whose options ``group`` gets."""
-    if not group:
-        return None
     first: int = group_of[group[0]]
     for name in group:
         if options[group_of[name]] != options[first]:
@@ -280,15 +363,15 @@ def _state_like(p: Tensor, now: Mapping[str, Any]) -> Target:
     """Makes the state of parameter p, if it has none yet. State of the shape of p gets the layout
     of p."""
 
-    def make(name: str, saved: Tensor) -> Tensor:
-        old = now.get(name.rpartition(".")[2])
+    def make(path: Path, saved: Tensor) -> Tensor:
+        old = _part(now, path)
         if saved.is_meta and type(old) is type(p) and old.shape == saved.shape:
             fits = old.dtype is saved.dtype and not old.requires_grad
             if fits and (not isinstance(old, DistTensor) or spec_of_boxes(old.spec) is old.spec):
                 return old
-        alike = saved.shape == p.shape and not name.endswith(".step")
+        alike = saved.shape == p.shape and path[-1:] != ("step",)
         if not isinstance(p, DistTensor) or (saved.numel() <= 1 and not alike):
-            return _plain(name, saved).to("cpu" if saved.numel() <= 1 else p.device)
+            return _plain(path, saved).to("cpu" if saved.numel() <= 1 else p.device)
         if not saved.is_meta:
             return shard_tensor(saved, p.process_mesh, p.placements)
         if alike:

@@ -9,6 +9,8 @@ import mmap
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
 )
 
-from disttensor.checkpoint.synced_file import Sums, SyncedFile
+from disttensor.checkpoint.synced_file import Sums, SyncedFile, path_inside
 from disttensor.progress import Advance, bar
 from disttensor.torch_private import ArchiveReader
 
@@ -102,12 +104,37 @@ _CLASSES = {
 }  # fmt: skip
 
 
+def _classes() -> list[Any]:
+    """Returns the classes that a pickle can name."""
+    listed = [(module, name) for module, names in _CLASSES.items() for name in names]
+    found = [getattr(import_module(module), name) for module, name in listed]
+    return [kind for kind in found if isinstance(kind, type)]
+
+
 class _Names(pickle.Unpickler):
     """Unpickles the classes of a checkpoint's metadata, and nothing else."""
 
+    def load(self) -> Any:
+        """Returns the object. A pickle may set attributes of every object that it names, also of a
+        class: these are restored, and the pickle is refused."""
+        before = {kind: dict(vars(kind)) for kind in _classes()}
+        try:
+            return super().load()
+        finally:
+            changed = [kind for kind, attributes in before.items() if vars(kind) != attributes]
+            for kind in changed:
+                for name in {*before[kind], *vars(kind)}:
+                    if name not in before[kind]:
+                        delattr(kind, name)
+                    elif vars(kind)[name] is not before[kind][name]:
+                        setattr(kind, name, before[kind][name])
+            if changed:
+                raise pickle.UnpicklingError(f"it changes the class {changed[0].__name__}")
+
     def find_class(self, module: str, name: str) -> Any:
         if name in _CLASSES.get(module, ()):
-            return super().find_class(module, name)
+            found = super().find_class(module, name)
+            return found if isinstance(found, type) else partial(found)
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no metadata needs")
@@ -135,7 +162,7 @@ class Reader(FileSystemReader):
             by_file.setdefault(file_name, []).append(item)
         with bar("loading", len(plan.items), "pieces") as advance:
             for name, items in by_file.items():
-                with open(Path(self.path, name), "rb", buffering=1 << 16) as file:
+                with open(path_inside(Path(self.path), name), "rb", buffering=1 << 16) as file:
                     memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
                     for item in items:
                         part = zip(item.storage_offsets, item.lengths, strict=True)

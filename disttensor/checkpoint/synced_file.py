@@ -54,6 +54,23 @@ class SyncedFile(io.RawIOBase):
         super().close()
 
 
+def sync_folder(folder: Path) -> None:
+    """Syncs the names in a folder to the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def path_inside(folder: Path, name: str) -> Path:
+    """Returns the path of a file that another file of ``folder`` names. Raises ValueError for a
+    name that is not the name of a file in the folder, such as ``../x`` or ``/etc/x``."""
+    if not name or Path(name).name != name:
+        raise ValueError(f"{folder} names the file {name!r}, which is outside of this folder")
+    return folder / name
+
+
 def sum_of(path: Path, advance: Advance = show_nothing) -> tuple[int, int]:
     """Returns (bytes, CRC-32) of a file."""
     crc = size = 0

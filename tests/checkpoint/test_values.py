@@ -1,0 +1,160 @@
+"""What a checkpoint holds beside models: dicts and lists, and the state that an optimizer has for
+itself. Leftover folders."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import disttensor as dt
+from disttensor import Replicate, Shard
+from tests.support.pool import on_ranks
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+
+
+def big(value: float) -> torch.Tensor:
+    return torch.full((100,), value)
+
+
+def numbers(value: Any) -> Any:
+    """Returns a tree with numbers in place of tensors."""
+    if isinstance(value, dict):
+        return {k: numbers(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [numbers(v) for v in value]
+    return float(value.float().mean()) if isinstance(value, torch.Tensor) else value
+
+
+def test_two_paths_with_one_name_keep_both_tensors(tmp_path: Path) -> None:
+    def tree(first: float) -> dict[Any, Any]:
+        values = (big(first + i) for i in range(8))
+        return {
+            "a.b": next(values), "a": {"b": next(values), "b~2": next(values)}, 0: next(values),
+            "0": next(values), "a.b~2": next(values), "l": [next(values)], "l.0": next(values),
+        }  # fmt: skip
+
+    checkpoints = dt.Checkpointer(tmp_path)
+    checkpoints.save(1, notes=tree(1))
+    for start in (tree(50), {}):
+        filled: dict[Any, Any] = start
+        checkpoints.load(notes=filled)
+        assert numbers(filled) == numbers(tree(1))
+    with pytest.raises(ValueError, match=r"two entries .* have the name a.b.c"):
+        checkpoints.save(2, **{"a": {"b.c": big(1)}, "a.b": {"c": big(2)}})
+
+
+@on_ranks(2)
+def test_dicts_and_lists_are_filled_where_they_are(tmp_path):
+    mesh = dt.ProcessMesh(range(dist.get_world_size()), ("dp",))
+
+    def state(value: float) -> dict[str, Any]:
+        full = torch.arange(14.0).view(7, 2) * value
+        return {
+            "ema": {"w": dt.shard_tensor(full, mesh, [S0]), "b": torch.full((3,), value)},
+            "list": [dt.shard_tensor(full, mesh, [R]), {"big": big(value)}],
+            "pending": dt.from_local(full, mesh, [dt.Partial()]),
+            "value": value,
+        }
+
+    checkpoints = dt.Checkpointer(tmp_path)
+    checkpoints.save(1, state=state(2.0), items=[dt.shard_tensor(big(2), mesh, [S0])])
+    now, items = state(3.0), [dt.shard_tensor(big(3), mesh, [S0])]
+    parts = [now["ema"], now["ema"]["w"], now["ema"]["b"], now["list"], *now["list"], items[0]]
+    local = now["ema"]["w"].to_local()
+    checkpoints.load(state=now, items=items)
+    again = [now["ema"], now["ema"]["w"], now["ema"]["b"], now["list"], *now["list"], items[0]]
+    assert all(a is b for a, b in zip(parts, again, strict=True))
+    assert now["ema"]["w"].placements == (S0,) and now["list"][0].placements == (R,)
+    assert numbers(now) == numbers(state(2.0)) and numbers(items) == [2.0]
+    assert local.equal(now["ema"]["w"].to_local())
+    other = {"ema": {"w": dt.shard_tensor(torch.zeros(7, 2), mesh, [S1])}, "more": 1}
+    checkpoints.load(state=other)
+    assert other["ema"]["w"].placements == (S1,) and "more" not in other
+    assert numbers(other) == numbers(state(2.0))
+
+
+class Averaged(torch.optim.SGD):
+    """Keeps state for itself: in ``state``, and in what it adds to ``state_dict``."""
+
+    rounds = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        self.rounds += 1
+        ema = self.state.setdefault("ema", [])
+        params = [p for group in self.param_groups for p in group["params"]]
+        self.state["ema"] = ema or [p.detach() / 2 for p in params]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "rounds": self.rounds, "table": big(self.rounds)}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.rounds, table = state_dict["rounds"], state_dict["table"]
+        assert table.equal(big(self.rounds))
+        super().load_state_dict(state_dict)
+
+
+def trained(steps: int) -> tuple[Any, Averaged]:
+    mesh = dt.ProcessMesh(range(dist.get_world_size()), ("dp",))
+    model = dt.shard_module(torch.nn.Linear(3, 4), mesh, {"*": [S0]})
+    groups: Any = [{"params": model.parameters()}, {"params": []}]
+    optimizer = Averaged(groups, lr=0.1, momentum=0.9)
+    for _ in range(steps):
+        model(dt.ones(2, 3, mesh=mesh)).square().sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+@on_ranks(2)
+def test_the_state_that_an_optimizer_has_for_itself(tmp_path):
+    checkpoints = dt.Checkpointer(tmp_path)
+    model, optimizer = trained(2)
+    optimizer.param_groups[1]["lr"] = 0.7
+    checkpoints.save(1, model=model, optimizer=optimizer)
+    for steps in (0, 1):
+        other, its = trained(steps)
+        checkpoints.load(model=other, optimizer=its)
+        assert its.rounds == 2 and its.param_groups[1]["lr"] == 0.7
+        ema = [x.full_tensor() if isinstance(x, dt.DistTensor) else x for x in its.state["ema"]]
+        for x, want in zip(ema, optimizer.state["ema"], strict=True):
+            assert x.equal(want.full_tensor())
+        if steps:  # the layout that it has now
+            assert all(isinstance(x, dt.DistTensor) for x in its.state["ema"])
+        for p, q in zip(other.parameters(), model.parameters(), strict=True):
+            assert torch.equal(its.state[p]["momentum_buffer"].to_local(),
+                               optimizer.state[q]["momentum_buffer"].to_local())  # fmt: skip
+
+
+def test_a_leftover_folder_that_cannot_be_removed_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints, elsewhere = dt.Checkpointer(tmp_path / "run", keep=1), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "file").write_text("kept")
+    checkpoints.save(1, x=big(1))
+    (tmp_path / "run" / ".writing-000002-step-2").symlink_to(elsewhere)
+    checkpoints.save(2, x=big(2))  # the link is removed, and not what it refers to
+    assert (elsewhere / "file").read_text() == "kept"
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["000002-step-2"]
+
+    def refuse(path: Any, *args: Any, **kwargs: Any) -> None:
+        raise OSError(16, "device or resource busy", str(path))
+
+    for name in (".writing-000003-step-3", ".removing-000002-step-2"):
+        (tmp_path / "run" / name).mkdir()
+        (tmp_path / "run" / name / ".nfs0001").write_text("open elsewhere")
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    for step in (3, 4):
+        with pytest.warns(UserWarning, match="cannot be removed"):
+            checkpoints.save(step, x=big(step))
+        filled = big(0)
+        assert checkpoints.load(x=filled) == step and filled.equal(big(step))
+    monkeypatch.undo()
+    checkpoints.save(5, x=big(5))
+    assert [p.name[-6:] for p in (tmp_path / "run").iterdir()] == ["step-5"]
