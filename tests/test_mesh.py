@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from disttensor.comm import collectives
 from disttensor.comm.process_group import world
+from disttensor.core.init_mesh import init_mesh
 from disttensor.core.layout import layout_of
 from disttensor.core.mesh import ProcessMesh
 from disttensor.core.placement import Partial, Replicate, Shard
@@ -168,3 +169,9 @@ def test_device_mesh_there_and_back():
     back = odd.to_device_mesh()
     assert back.mesh.tolist() == [[3, 1], [0, 2]] and back.mesh_dim_names == ("a", "b")
     assert odd.to_device_mesh() is back and ProcessMesh.from_device_mesh(back) is odd
+
+
+def test_a_missing_device_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="torch finds no CUDA device"):
+        init_mesh((1,), device_type="cuda")

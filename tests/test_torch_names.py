@@ -8,9 +8,11 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -21,8 +23,10 @@ from torch.distributed.tensor import Shard as TheirShard
 from torch.distributed.tensor import distribute_tensor as their_distribute_tensor
 
 import disttensor as dt
+from disttensor import ProcessMesh
 from disttensor.core.placement import as_placement
 from tests.support.layouts import S0, S1, P, R, counted, everywhere, grid, same
+from tests.support.pool import on_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 PAIRS = [
@@ -91,8 +95,37 @@ def test_a_mesh_answers_as_a_device_mesh():
     for call in (ours.get_local_rank, ours.get_group):
         with pytest.raises(ValueError, match="has 2 axes; name one"):
             call()
-    with pytest.raises(ValueError, match="flatten the whole mesh"):
-        ours[ours.dim_names[0]]._flatten()
+
+
+@on_ranks(4)
+def test_parts_of_a_mesh_have_one_root_on_all_ranks():
+    """Flattened, unflattened and joined parts of torch's mesh and of ours."""
+    theirs_ = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "cp", "tp"))
+    from_torch = ProcessMesh.from_device_mesh
+    ours, whole = from_torch(theirs_), theirs_._flatten("all")._unflatten(0, (2, 2), ("a", "b"))
+    full = torch.arange(4.0)
+    for part, size, mesh in (
+        ("dp_cp", 2, from_torch(theirs_["dp", "cp"]._flatten("dp_cp"))),
+        ("dp_tp", 4, from_torch(theirs_["dp", "tp"]._flatten("dp_tp"))),
+        ("cp_tp", 2, from_torch(theirs_["cp", "tp"]._flatten("cp_tp"))),
+        ("a", 4, from_torch(whole)),
+        ("b", 2, from_torch(whole["b"])),
+        ("tp", 2, from_torch(theirs_["tp"])),
+        ("dp_cp", 2, ours["dp", "cp"]._flatten()),
+        ("x", 2, ours["tp"]._unflatten("tp", (2, 1), ("x", "y"))),
+        ("dp", 4, ours._unflatten(1, (1, 1), ("x", "y"))),
+    ):
+        assert mesh.dim_names[0] == part and mesh.size == size and mesh.root.size == 4
+        roots: list[Any] = [None] * 4
+        dist.all_gather_object(roots, repr(mesh.root))
+        assert len(set(roots)) == 1, roots
+        how = [S0, *[R] * (mesh.ndim - 1)]
+        x = dt.shard_tensor(full, mesh, how, src_rank=0)
+        assert x.sum().item() == 6.0
+        same(dt.reshard(x, ours, [S0, R, R]), full)
+        assert mesh.get_group(mesh_dim=0).size() == mesh.shape[0]
+    with pytest.raises(ValueError, match=r"mesh_sizes=\[3, 1\] of axis 'tp'.*has to be 2"):
+        ours._unflatten("tp", (3, 1), ("x", "y"))
 
 
 @everywhere

@@ -97,6 +97,11 @@ def join_world(
         _check_rank()
     cuda = device_type == "cuda"
     if cuda:
+        if not torch.cuda.is_available():
+            raise RuntimeError(
+                'init_mesh: device_type="cuda": torch finds no CUDA device. Install a build of '
+                'torch with CUDA and check nvidia-smi, or use device_type="cpu"'
+            )
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend = backend or ("cpu:gloo,cuda:nccl" if cuda else "gloo")
     limit = timedelta(seconds=timeout)

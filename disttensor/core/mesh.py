@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -206,10 +207,11 @@ class ProcessMesh:
         check_type("ProcessMesh.from_device_mesh: mesh", mesh, DeviceMesh, "a DeviceMesh")
         names = mesh.mesh_dim_names or tuple(f"d{i}" for i in range(mesh.ndim))
         whole = root_of(mesh)
-        if whole is not mesh and set(names) < set(whole.mesh_dim_names or ()):
-            self = cls.from_device_mesh(whole)[names]
-        else:
+        if whole is mesh:
             self = cls(mesh.mesh, names, mesh.device_type)
+        else:
+            root = cls.from_device_mesh(whole)
+            self = root._part(_array(mesh.mesh.cpu()), names)
         if self.coordinate is not None:
             for a in range(self.ndim):
                 ranks = self._ranks_over((a,), "")
@@ -282,12 +284,52 @@ class ProcessMesh:
         return self.axis(0 if mesh_dim is None else mesh_dim)
 
     def _flatten(self, mesh_dim_name: str | None = None) -> ProcessMesh:
-        """Returns the mesh of the same ranks with one axis. Raises ValueError for a sub-mesh, whose
-        ranks differ from rank to rank."""
-        if self._root is not None:
-            raise ValueError(f"_flatten of {self!r}: flatten the whole mesh, {self.root!r}")
+        """Returns the mesh of the same ranks with one axis."""
         name = mesh_dim_name or "_".join(self.dim_names)
-        return ProcessMesh(list(self.ranks), (name,), self.device_type)
+        return self.root._part(self.mesh.reshape(-1), (name,))
+
+    def _unflatten(
+        self, dim: int | str, mesh_sizes: Sequence[int], mesh_dim_names: Sequence[str]
+    ) -> ProcessMesh:
+        """Returns the mesh of the same ranks with the axes ``mesh_dim_names`` in place of one.
+        Raises ValueError if ``mesh_sizes`` do not multiply to its size."""
+        axis, who = self.axis(dim), "_unflatten"
+        sizes = check_sequence(f"{who}: mesh_sizes", mesh_sizes, "sizes of axes")
+        new = axis_names(f"{who}: mesh_dim_names", mesh_dim_names, len(sizes))
+        if math.prod(sizes) != self.shape[axis]:
+            raise ValueError(
+                f"{who}: mesh_sizes={list(sizes)} of axis {self.dim_names[axis]!r}: their product "
+                f"has to be {self.shape[axis]}"
+            )
+        shape = (*self.shape[:axis], *sizes, *self.shape[axis + 1 :])
+        names = (*self.dim_names[:axis], *new, *self.dim_names[axis + 1 :])
+        return self.root._part(self.mesh.reshape(shape), names)
+
+    def _part(self, ranks: np.ndarray[Any, Any], names: tuple[str, ...]) -> ProcessMesh:
+        """Returns the mesh of ``ranks``, a part of this mesh that is cut alike on every rank. The
+        parts of all ranks together are its root, so that ranks agree about the others."""
+        if ranks.size == self.size:
+            return ProcessMesh(ranks, names, self.device_type)
+        if set(names) <= set(self.dim_names):
+            part = self[names]
+            if np.array_equal(part.mesh, ranks):
+                return part
+        place = {rank: i for i, rank in enumerate(self.ranks)}
+        at = np.array([place[int(rank)] for rank in ranks.reshape(-1)])
+        offsets, covered, parts = at - at[0], set[int](), []
+        for first in range(self.size):
+            if first not in covered:
+                parts.append(first + offsets)
+                covered.update(int(i) for i in parts[-1])
+        every = np.concatenate(parts)
+        if covered != set(range(self.size)) or len(every) != self.size:
+            raise ValueError(
+                f"ProcessMesh: ranks {ranks.tolist()} are no part of {self!r} that is cut alike on "
+                "every rank; take parts by names of axes, _flatten and _unflatten"
+            )
+        others = "_".join(["others", *names])
+        root = np.array(self.ranks)[every].reshape(len(parts), *ranks.shape)
+        return ProcessMesh(root, (others, *names), self.device_type)[names]
 
     def __repr__(self) -> str:
         if self._root is not None:
