@@ -9,7 +9,6 @@ event when a process group is destroyed, so the old Runtime lives until the next
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,7 +44,7 @@ class Runtime:
     posts_errors: bool = True  # False: a debugger may stop this rank
     steps: Any = None  # disttensor.comm.compare_programs
     buffers: Any = None  # disttensor.comm.buffers
-    number: int = 0  # of the worlds of this process
+    name: str = ""  # disttensor.comm.process_group.world_name
     is_fake: bool | None = None  # None: not known yet
     is_nccl: bool | None = None
     posts_early_receives: bool = True  # disttensor.pipeline.early_receives
@@ -55,7 +54,6 @@ class Runtime:
 # The world of one without a process group. Its meshes are kept while process groups exist.
 _alone = Runtime(None)
 _current = _alone
-_numbers = itertools.count(1)
 
 
 @contextmanager
@@ -82,5 +80,5 @@ def current_runtime() -> Runtime:
     default = default_group()
     if default is not _current.default:
         clear_caches()
-        _current = _alone if default is None else Runtime(default, number=next(_numbers))
+        _current = _alone if default is None else Runtime(default)
     return _current

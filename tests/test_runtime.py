@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import socket
 import subprocess
 import sys
 import weakref
@@ -16,10 +17,11 @@ from torch import nn
 
 import disttensor as dt
 import ops
-from disttensor import cache, runtime
+from disttensor import cache, run, runtime
 from disttensor.comm import p2p
 from disttensor.dispatch import dispatch
 from disttensor.dispatch.call_plan import CallPlan
+from tests.support import forked
 from tests.support.pool import fake_world
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -120,3 +122,52 @@ def test_two_hundred_worlds_leave_nothing_behind() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+WORLDS = """
+import sys
+import torch
+import torch.distributed as dist
+import disttensor as dt
+from disttensor.comm import failure_watch, rendezvous
+from disttensor.runtime import current_runtime
+from tests.support import forked
+from tests.support.pool import fake_world
+
+for number in range(6):
+    mesh = dt.init_mesh((2,), ("dp",))
+    rank = dist.get_rank()
+    rendezvous.create_groups([(range(2), ("dp",), "another")], timeout=20)
+    x = dt.shard_tensor(torch.arange(8.0) + number, mesh, [dt.Shard(0)])
+    with dt.debugging.compare_ranks(seconds=20):
+        assert x.sum().item() == 28 + 8 * number
+    y = dt.reshard(x, dt.ProcessMesh([1], ("last",)), [dt.Replicate()])
+    assert not y.is_initialized or y.sum().item() == 28 + 8 * number
+    assert failure_watch.watcher_of(current_runtime()).failed_rank() is None
+    failure_watch.watcher_of(current_runtime()).store.set(f"met/{rank}", "")
+    assert len(failure_watch.watcher_of(current_runtime()).reports("met", range(2), 10)) == 2
+    dist.destroy_process_group()
+    if rank == 0 and number == 2:  # one rank alone counts no world of the others
+        with fake_world(4):
+            dt.ones(4, mesh=dt.init_mesh((4,), ("dp",))).sum()
+print("all worlds")
+"""
+
+
+@pytest.mark.parametrize("agent", [True, False])
+def test_worlds_of_one_program_follow_each_other(agent: bool, tmp_path: Path) -> None:
+    """The store is the same in all of them, kept by the launcher or by rank 0."""
+    script = tmp_path / "worlds.py"
+    script.write_text(WORLDS)
+
+    def program() -> int:
+        if not agent:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+            change = "import os; os.environ.update(TORCHELASTIC_USE_AGENT_STORE='False', "
+            script.write_text(f"{change}MASTER_PORT='{port}')\n{WORLDS}")
+        return run.main(["--nproc", "2", str(script)])
+
+    code, out = forked.run(program)
+    assert code == 0 and out.count("all worlds") == 2, out

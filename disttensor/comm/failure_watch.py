@@ -32,13 +32,13 @@ import torch.distributed as dist
 
 from disttensor import callbacks
 from disttensor.comm.process_group import (
-    attempt,
     is_fake,
     keeps_store,
     open_store,
     read_key,
     wait_until,
     world,
+    world_name,
 )
 from disttensor.errors import CommError, user_line
 from disttensor.runtime import Runtime, current_runtime, last_runtime
@@ -58,7 +58,7 @@ class Watcher:
         self.rank, self.size = world()
         self.world, self.program = id(now.default), threading.get_ident()
         self.keeps_store, self.kept = keeps_store(), default_store()
-        self.store = _open_connection(self.kept, now.number)
+        self.store = _open_connection(self.kept)
         self.jobs: queue.SimpleQueue[tuple[Callable[[Any], None], threading.Event]] = (
             queue.SimpleQueue()
         )
@@ -162,11 +162,11 @@ def _store_answers() -> bool:
     return True
 
 
-def _open_connection(store: Any, number: int) -> Any:
+def _open_connection(store: Any) -> Any:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     own = open_store(store.host, store.port, keeps=False, limit=timedelta(seconds=10))
-    return dist.PrefixStore(f"disttensor/{attempt()}/world{number}", own)
+    return dist.PrefixStore(f"disttensor/{world_name()}", own)
 
 
 def _machine() -> str:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from disttensor.comm import compare_collectives, failure_watch, lone_failure
-from disttensor.comm.process_group import attempt, wait_until, world
+from disttensor.comm.process_group import wait_until, world, world_name
 from disttensor.runtime import current_runtime
 from disttensor.torch_private import group_name, set_timeout, timeout_of
 
@@ -114,7 +114,7 @@ def _new_process_group(members: tuple[int, ...], purpose: str, timeout: float | 
     """Creates a group with its members only, under a name that follows from facts known to all of
     them. torch's default name contains the number of groups that a rank already has: ranks of
     different meshes would disagree about the name, and wait for each other until the time limit."""
-    digest = hashlib.sha256(repr((members, purpose, attempt())).encode()).hexdigest()[:32]
+    digest = hashlib.sha256(repr((members, purpose, world_name())).encode()).hexdigest()[:32]
     limit = None if timeout is None else timedelta(seconds=timeout)
     usual = timeout_of(current_runtime().default)  # torch gives each group 30 minutes
     _wait_for_members(members, digest, limit or usual)

@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -62,9 +63,23 @@ def attempt() -> str:
     return f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
+def world_name() -> str:
+    """Returns a prefix for keys of the store that no other world has, equal on all ranks. A store
+    may serve several worlds, one after another, so each rank counts its worlds in the store."""
+    now = current_runtime()
+    if not now.name:
+        count = (
+            0
+            if is_fake()
+            else default_store().add(f"disttensor/{attempt()}/worlds/{world()[0]}", 1)
+        )
+        now.name = f"{attempt()}/world{count}"
+    return now.name
+
+
 def world_store() -> Any:
     """Returns the store of the default process group, with a prefix for our keys."""
-    return dist.PrefixStore(f"disttensor/{attempt()}", default_store())
+    return dist.PrefixStore(f"disttensor/{world_name()}", default_store())
 
 
 def join_world(
@@ -136,14 +151,15 @@ def _join_store(rank: int, size: int, timeout: float) -> Any:
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     limit = timedelta(seconds=timeout)
     try:
-        whole = open_store(host, port, keeps=rank == 0 and not agent, size=size, limit=limit)
+        whole = _connect(host, port, rank == 0 and not agent, size, limit, os.getpid())
     except RuntimeError as error:
         keeper = "torchrun" if agent else "rank 0"
         raise CommError(
             f"init_mesh: rank {rank} cannot reach the store of the world at {host}:{port} within "
             f"{timeout:g} s. {keeper} keeps it, and has ended or was never started. {error}"
         ) from error
-    store = dist.PrefixStore(attempt(), whole)
+    joined = whole.add(f"{attempt()}/joined/{rank}", 1)  # worlds that this rank has joined
+    store = dist.PrefixStore(f"{attempt()}/joined{joined}", whole)
     hashing = str(hash("disttensor"))
     if store.compare_set("hashing", "", hashing).decode() != hashing:
         store.set("hashing differs", "")
@@ -179,6 +195,15 @@ def open_store(
         host, port, size, keeps, limit, wait_for_workers=False, multi_tenant=True,
         master_listen_fd=listener,
     )  # fmt: skip
+
+
+@cache
+def _connect(
+    host: str, port: int, keeps: bool, size: int, limit: timedelta, process: int
+) -> Any:  # fmt: skip
+    """Returns the connection of this process to the store of its worlds. It lasts until the process
+    ends: another rank may still be in the last world while this rank joins the next."""
+    return open_store(host, port, keeps, size, limit)
 
 
 def read_key(store: Any, key: str) -> str | None:
