@@ -81,7 +81,7 @@ class ParamGroup:
         return [*self.starts, *(fork for fork, _ in self.handed)]
 
     def begin(
-        self, roots: Sequence[Tensor], edges: Sequence[Node], grads: Sequence[Tensor],
+        self, roots: Sequence[Any], edges: Sequence[Node], grads: Sequence[Tensor],
         fork_grads: dict[Node, tuple[Tensor | None, ...]],
     ) -> None:  # fmt: skip
         """Keeps the roots and gradients of the second part."""

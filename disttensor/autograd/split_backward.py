@@ -60,12 +60,13 @@ class SplitBackward:
     """
 
     def __init__(
-        self, roots: Sequence[Tensor], grads: Sequence[Tensor], *,
+        self, roots: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor], *,
         keep_whole: Callable[[Any], str], is_own_node: Callable[[Any], bool], engine: Engine,
     ) -> None:  # fmt: skip
         self.engine, self.is_own_node = engine, is_own_node
-        self.roots, self.grads = list(roots), list(grads)
-        self.edges = [node_of(root) for root in roots]
+        self.roots: list[Any] = list(roots)
+        self.grads = list(grads)
+        self.edges = [r.node if isinstance(r, GradientEdge) else node_of(r) for r in roots]
         anchors = [node_of(anchor) for anchor in token.anchors()]
         self.graph = BackwardGraph(self.edges, anchors)
         reenters = any(node.name() == _REENTRANT for node in self.graph.order)

@@ -29,7 +29,13 @@ import torch.distributed as dist
 
 from disttensor.callbacks import set_during
 from disttensor.comm import directions, failure_watch, log, send_queue
-from disttensor.comm.messages import PendingReceive, PostedMessage, WireMessage, tag_with_size
+from disttensor.comm.messages import (
+    PendingReceive,
+    PostedMessage,
+    WireMessage,
+    size_class,
+    tag_with_size,
+)
 from disttensor.comm.process_group import backend_name, is_fake, world
 from disttensor.comm.send_queue import check_delivered, failed
 from disttensor.comm.send_queue import flush as flush
@@ -42,9 +48,10 @@ from disttensor.runtime import Runtime, current_runtime, last_runtime
 Tensor = torch.Tensor
 
 CHANNELS = 1 << 10
-_TRANSFERS = 1 << 13  # of one channel, before its tags repeat
+_CHANNEL_AT = 12  # the bits of a channel in a tag, up to messages.SIZES_AT
+_TRANSFERS = 1 << _CHANNEL_AT - 1  # of one channel, before its tags repeat
 Receive = tuple[int, Sequence[int]]  # source rank, shape
-Early = tuple[int, int, int]  # a receive posted in advance: source, tag, bytes
+Early = tuple[int, int, int]  # a receive posted in advance: source, tag, class of its size
 
 _OURS = 1 << 30  # set in all our tags, so that small tags stay free for the user; sizes are below
 
@@ -67,7 +74,7 @@ def next_tag() -> int:
     number = CHANNEL.get()
     count = tags.get(number, 0)
     tags[number] = count + 1
-    return _OURS | number << 14 | count % _TRANSFERS << 1
+    return _OURS | number << _CHANNEL_AT | count % _TRANSFERS << 1
 
 
 def transfers(channel: int) -> int:
@@ -101,10 +108,11 @@ def tag_in_channel(tag: int, before: tuple[int, int], after: tuple[int, int]) ->
     and its number of transfers when the program began. A tag of a third channel is returned
     unchanged."""
     (channel, count), (other, later) = before, after
-    if not tag & _OURS or tag >> 14 & CHANNELS - 1 != channel:
+    if not tag & _OURS or tag >> _CHANNEL_AT & CHANNELS - 1 != channel:
         return tag
     nth = (tag >> 1) - count + later
-    return tag & ~(CHANNELS - 1 << 14 | _TRANSFERS - 1 << 1) | other << 14 | nth % _TRANSFERS << 1
+    kept = tag & ~(CHANNELS - 1 << _CHANNEL_AT | _TRANSFERS - 1 << 1)
+    return kept | other << _CHANNEL_AT | nth % _TRANSFERS << 1
 
 
 # Messages --------------------------------------------------------------------------------------
@@ -222,10 +230,12 @@ def post_early_receives(
     now = current_runtime()
     if not _has_tags(device):
         return []
-    keys = [(source, tag, math.prod(shape) * dtype.itemsize) for source, shape in receives]
-    for key in keys:
-        if key not in now.early:
-            now.early[key] = _post_receive(now, *key)
+    keys = []
+    for source, shape in receives:
+        nbytes = math.prod(shape) * dtype.itemsize
+        keys.append((source, tag, size_class(nbytes)))
+        if keys[-1] not in now.early:
+            now.early[keys[-1]] = _post_receive(now, source, tag, nbytes)
     return keys
 
 
@@ -235,7 +245,7 @@ def is_unclaimed(keys: Iterable[Early]) -> bool:
 
 
 def _post_receive(now: Runtime, source: int, tag: int, nbytes: int) -> PendingReceive:
-    message = WireMessage(nbytes)
+    message = WireMessage.to_receive(nbytes)
     work = now.default.recv([message.wire], source, tag_with_size(tag, nbytes))
     return PendingReceive(work, message, source, tag)
 
@@ -245,8 +255,11 @@ def _receive(
     label: object,
 ) -> ReceiveWork:  # fmt: skip
     source, shape = receive
-    key = source, tag, math.prod(shape) * dtype.itemsize
-    pending = now.early.pop(key, None) or _post_receive(now, *key)
+    nbytes = math.prod(shape) * dtype.itemsize
+    pending = now.early.pop((source, tag, size_class(nbytes)), None)
+    if pending is None:
+        pending = _post_receive(now, source, tag, nbytes)
+    pending.message.nbytes = nbytes  # an early receive takes each size of its class
     description = PostedMessage(now.default.rank(), "receives from", source, label)
     return ReceiveWork(pending, pending.message.content(shape, dtype), description, device)
 

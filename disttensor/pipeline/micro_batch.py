@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +18,7 @@ from disttensor.observe import observers_of_thread
 from disttensor.pipeline.action import Action
 from disttensor.pipeline.coroutine import Coroutine
 from disttensor.pipeline.micro_batch_graph import MicroBatchGraph
+from disttensor.pipeline.random_state import RandomState
 from disttensor.pipeline.schedule import Schedule
 from disttensor.pipeline.timeline import Event
 from disttensor.tensor.dist_tensor import DistTensor
@@ -28,7 +30,10 @@ Step = Callable[[Any], Any]
 class MicroBatch:
     """One micro-batch on this rank: a forward, which may pause between visits, and a backward."""
 
-    def __init__(self, step: Step, batch: Any, number: int, channel: int, chunks: int) -> None:
+    def __init__(
+        self, step: Step, batch: Any, number: int, channel: int, chunks: int,
+        random_state: RandomState | None,
+    ) -> None:  # fmt: skip
         self.step, self.batch, self.number, self.chunks = step, batch, number, chunks
         self.channel = channel
         self.first_transfer = 0  # number of transfers on its channel before its program
@@ -38,6 +43,7 @@ class MicroBatch:
         waiting = self._waiting if self.observers else None
         self.graph = MicroBatchGraph(self._pause, waiting, visits, has_boundaries=chunks > 1)
         self.coroutine = Coroutine(self._run_step) if chunks > 1 else None
+        self.random_state = random_state  # None: the generators of the process
         self.chunk, self.shape = 0, "loop"
         self.stays_after: set[int] = set()
 
@@ -70,10 +76,11 @@ class MicroBatch:
             self._run_step()
             return
         last = chunk == self.chunks - 1
-        while not self.coroutine.ended:
-            self.coroutine.resume()
-            if not last:
-                return
+        with self.random_state.set() if self.random_state else nullcontext():
+            while not self.coroutine.ended:
+                self.coroutine.resume()
+                if not last:
+                    return
 
     def backward(self, chunk: int, defer_weights: bool = False) -> bool:
         """Runs the backward of a visit. Returns True if gradients of weights were deferred."""

@@ -19,13 +19,14 @@ from operator import call
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from disttensor import callbacks
 from disttensor.autograd import activation_checkpoint, token
 from disttensor.autograd.graph import nodes_of
 from disttensor.autograd.joined_backward import one_backward
 from disttensor.autograd.split_backward import REGION, SplitBackward
-from disttensor.autograd.starts import count_of_graphs, node_count
+from disttensor.autograd.starts import count_of_graphs, mark_start, node_count
 from disttensor.comm import p2p
 from disttensor.comm.process_group import is_nccl
 from disttensor.comm.work import Work
@@ -224,7 +225,8 @@ class MicroBatchGraph:
         transfer, visit = Transfer(src, dst, tag), len(self.visits) - 1
         self.transfers.append(transfer)
         if sends:
-            transfer.local, transfer.sent_in = local, self._visit_of(local, visit - receives)
+            transfer.edge = get_gradient_edge(mark_start(local))
+            transfer.sent_in = self._visit_of(local, visit - receives)
         elif local.grad_fn is not None:
             transfer.upstream = local
         anchor = token.anchor(value.device)
@@ -280,7 +282,7 @@ class MicroBatchGraph:
         ``loss``. Returns True if gradients of weights were deferred to ``backward_weight``."""
         assert self.state is ProgramState.ENDED
         for number in range(last, first - 1, -1):
-            roots: list[Tensor] = []
+            roots: list[Tensor | GradientEdge] = []
             grads: list[Tensor] = []
             if number == len(self.visits) - 1 and loss.is_initialized:
                 roots.append(loss.local)
@@ -291,8 +293,8 @@ class MicroBatchGraph:
             for t in awaited:
                 t.start_grad()
             for t in awaited:
-                assert t.local is not None
-                roots.append(t.local)
+                assert t.edge is not None
+                roots.append(t.edge)
                 grads.append(t.wait_for_grad(self.waiting))
             # The graph of an earlier visit of the same mesh holds the nodes that this visit read.
             with count_of_graphs(self._graph):
@@ -304,7 +306,7 @@ class MicroBatchGraph:
             self._post_receives()
         return any(v.split is not None for v in self.visits[first : last + 1])
 
-    def _backward_input(self, number: int, roots: list[Tensor], grads: list[Tensor]) -> None:
+    def _backward_input(self, number: int, roots: Sequence[Any], grads: list[Tensor]) -> None:
         """Computes the gradients of inputs, and defers the gradients of weights where possible."""
         visit = self.visits[number]
 
@@ -341,15 +343,15 @@ class MicroBatchGraph:
             return deferred
 
     def _send_grads(self, number: int) -> None:
-        """Sends the gradients of the tensors that a visit received, and drops sent locals."""
+        """Sends the gradients of the tensors that a visit received, and drops edges."""
         for t in reversed(self.transfers):
             if t.received_in == number and t.grad is not None:
                 t.start_grad()
-                if t.local is None and t.upstream is not None:
+                if t.edge is None and t.upstream is not None:
                     _need_grads(t.upstream)
         for t in self.transfers:
             if t.sent_in == number:
-                t.local = None
+                t.edge = None
 
 
 _GIVE_ORDER = (

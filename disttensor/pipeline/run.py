@@ -22,6 +22,7 @@ from disttensor.observe import observers_of_thread
 from disttensor.pipeline.action import Action
 from disttensor.pipeline.early_receives import EarlyReceives
 from disttensor.pipeline.micro_batch import MicroBatch, Step
+from disttensor.pipeline.random_state import RandomState, draw_seeds
 from disttensor.pipeline.schedule import SHAPES, Schedule, route
 from disttensor.pipeline.schedules import NAMES, Maker, named
 
@@ -77,8 +78,9 @@ def run(
         chunks = schedule.chunks
     elif builtin is None and not callable(schedule):
         named(schedule, 1, len(batches))
+    seeds = draw_seeds() if chunks > 1 else None
     running = [
-        MicroBatch(step, batch, i, channel, chunks)
+        MicroBatch(step, batch, i, channel, chunks, RandomState(seeds, i) if seeds else None)
         for i, (batch, channel) in enumerate(zip(batches, p2p.channels(len(batches)), strict=True))
     ]
     may_return = bool(builtin and builtin.may_return)
@@ -129,6 +131,7 @@ def _carry_out(
                 "'interleaved_1f1b' with stages=[...] in the order of the visits, or 'gpipe'"
             )
     plan = named(schedule, max(1, len(order)), len(running), chunks)
+    _check_channels(running, plan)
     stage = stage_in(order)
     for micro_batch in running:
         micro_batch.at(stage, plan, way)
@@ -148,6 +151,24 @@ def _carry_out(
             running[number].carry_out(action)
         if not chunk:
             early_receives.post_next(running[number])
+
+
+def _check_channels(running: Sequence[MicroBatch], plan: Schedule) -> None:
+    """Raises ValueError if forwards of two micro-batches with one channel overlap on a stage: ranks
+    would number their transfers differently."""
+    channels = len({micro_batch.channel for micro_batch in running})
+    for row in plan.orders if channels < len(running) else ():
+        latest: dict[int, int] = {}  # the last micro-batch of each channel so far
+        for action in (action for action in row if action.kind == "F"):
+            number, channel = action.micro_batch, running[action.micro_batch].channel
+            if latest.get(channel, 0) > number:
+                raise ValueError(
+                    f"pipeline.run: {len(running)} micro-batches: this schedule has more than "
+                    f"{channels} in progress, whose messages could not be told apart (it begins "
+                    f"micro-batch {latest[channel]} before the last visit of micro-batch "
+                    f"{number}). Run them in parts of at most {channels}"
+                )
+            latest[channel] = number
 
 
 _EXAMPLES = {

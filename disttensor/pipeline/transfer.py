@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from disttensor.autograd import activation_checkpoint, token
 from disttensor.autograd.cross_mesh import start_back
@@ -31,7 +32,8 @@ class Transfer:
     dst: DistSpec
     tag: int | None  # None: to the next visit of the same mesh, without a message
     state: TransferState = TransferState.FORWARD_DONE
-    local: Tensor | None = None  # sent, in the graph of its visit; None if this rank only receives
+    # of the sent tensor when it was sent: it may be written later. None if this rank only receives
+    edge: GradientEdge | None = None
     upstream: Tensor | None = (
         None  # the token of a tensor that this rank receives and does not send
     )

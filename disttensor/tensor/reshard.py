@@ -195,6 +195,7 @@ def _reshard_across(x: T, dst: DistSpec) -> T:
         held = own_memory(held, local) if sends and receives else held
     if where is not None:  # the recomputation of a region sends and receives nothing
         activation_checkpoint.add_note(where, held)
+        held = held.clone()  # the program may write it, and each recomputation starts from the note
     if not needed:
         return x.like(held.detach() if receives else token.no_grad_token(dst.mesh.device), dst)
     reached = local if sends or local.grad_fn is not None else token.no_grad_token(src.mesh.device)

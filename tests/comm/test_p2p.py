@@ -116,11 +116,11 @@ def test_a_message_is_recorded_once_by_its_sender():
 
 @pytest.mark.parametrize(
     ("room", "sent", "same"),
-    [(62, 2, False), (62, 1, True), (1000, 998, False), (1000, 939, True), (1000, 24, True)],
+    [(62, 2, False), (62, 60, True), (62, 63, True), (1000, 998, True), (1000, 1023, True)],
 )
 @on_ranks(2, timeout=120)
 def test_a_message_of_another_size_is_an_error_with_the_lines_of_both(room, sent, same):
-    """With the same tag it comes into the room for another, and does not fill it."""
+    """With the same tag it arrives, smaller or larger: there is room for each size of a class."""
     assert (messages.tag_with_size(0, 4 * room) == messages.tag_with_size(0, 4 * sent)) == same
     tag = p2p.next_tag()
     if dist.get_rank() == 0:
@@ -129,7 +129,7 @@ def test_a_message_of_another_size_is_an_error_with_the_lines_of_both(room, sent
     else:
         pending = p2p.receive((room,), torch.float32, CPU, 0, tag, "a test")
         told = f"{4 * sent} bytes were sent at .*test_p2p.py:[0-9]+"
-        told = "fewer bytes were sent" if same else told
+        told = f"{4 * sent} bytes were sent" if same else told
         what = "rank 1 receives from rank 0: a test"
         text = f"{what}: {told}, and {4 * room} are expected at .*test_p2p.py"
         with pytest.raises(dt.errors.MismatchError, match=text):
@@ -163,7 +163,7 @@ def test_what_is_asked_for_ahead_is_there_when_the_transfer_comes():
     for shape, dtype in (((300,), torch.float32), ((150, 2), torch.int32), ((3,), torch.float32)):
         tag, x = p2p.next_tag(), torch.ones(shape, dtype=dtype)
         asked = p2p.post_early_receives([(other, (x.numel(),))], torch.float32, CPU, tag)
-        assert p2p.is_unclaimed(asked) and asked == [(other, tag, x.nbytes)]
+        assert p2p.is_unclaimed(asked) and asked == [(other, tag, messages.size_class(x.nbytes))]
         assert torch.equal(exchange(x, tag), x) and not p2p.is_unclaimed(asked)
     assert len(runtime.current_runtime().early) == known
 
@@ -172,9 +172,33 @@ def test_what_is_asked_for_ahead_is_there_when_the_transfer_comes():
 def test_what_is_asked_for_ahead_and_never_comes_holds_nobody_up():
     other, tag = 1 - dist.get_rank(), p2p.next_tag()
     asked = p2p.post_early_receives([(other, (301,))], torch.float32, CPU, tag)
-    assert exchange(torch.ones(300), tag).sum() == 300 and p2p.is_unclaimed(asked)
+    assert exchange(torch.ones(600), tag).sum() == 600 and p2p.is_unclaimed(asked)
     p2p.flush(30)
     assert exchange(torch.ones(301), tag).sum() == 301 and not p2p.is_unclaimed(asked)
+
+
+@on_ranks(2)
+def test_what_is_asked_for_ahead_takes_each_size_of_its_class():
+    other = 1 - dist.get_rank()
+    for size in (300, 302, 319):
+        tag = p2p.next_tag()
+        asked = p2p.post_early_receives([(other, (301,))], torch.float32, CPU, tag)
+        assert torch.equal(exchange(torch.arange(float(size)), tag), torch.arange(float(size)))
+        assert not p2p.is_unclaimed(asked)
+
+
+def test_classes_of_sizes():
+    """There is room for each size of a class, at most an eighth more than needed."""
+    sizes = [*range(5000), *(2**k + i for k in range(13, 39) for i in (-1, 0, 1))]
+    sizes = [n for n in sizes if n < 1 << 38]
+    classes = [messages.size_class(n) for n in sizes]
+    assert classes == sorted(classes) and classes[0] == 0 and classes[-1] == 255
+    for n, c in zip(sizes, classes, strict=True):
+        room = messages._room(n)
+        assert n < room and (messages.size_class(room - 1), messages.size_class(room)) in (
+            (c, c + 1), (255, 255),
+        )  # fmt: skip
+        assert n < 64 or room <= 1.125 * n + 1
 
 
 @on_ranks(2, timeout=60)
@@ -229,7 +253,7 @@ def test_tags_wrap_within_an_int(monkeypatch):
     with fake_world(2), p2p.channel(p2p.CHANNELS - 1):
         first = p2p.next_tag()
         runtime.current_runtime().tags[p2p.CHANNELS - 1] = p2p._TRANSFERS - 1
-        assert p2p.next_tag() == 2**30 + 2**24 - 2  # above are the bits of slips and sizes
+        assert p2p.next_tag() == 2**30 + 2**messages.SIZES_AT - 2  # above are the bits of sizes
         assert p2p.next_tag() == first
 
 

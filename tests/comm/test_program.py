@@ -27,6 +27,32 @@ def test_what_one_rank_asks_for_alone_is_no_difference():
     assert not base.agrees(base._replace(made=11, calls=3, effects=4))
 
 
+@on_ranks(2)
+def test_calls_that_are_no_longer_kept_are_no_difference():
+    """More calls than are kept between two steps, and some of one rank alone."""
+    start_anew()
+    mesh = dt.init_mesh((2,), ("dp",))
+    w = dt.ones(4, mesh=mesh, placements=[dt.Shard(0)], requires_grad=True)
+    optimizer = torch.optim.SGD([w], lr=0.1)
+    CALLS.clear()
+    for i in range(3):
+        with torch.no_grad():
+            x = w * 2
+            for entry in ([*CALLS][-1:] * (CALLS.maxlen // 2 + 9)) * 2 if i == 1 else ():
+                CALLS.append(entry)
+            (x + 1) * (x + 3)
+            if dist.get_rank() == 0 and i == 1:
+                x.sum()
+        w.sum().backward()
+        optimizer.step()
+        steps = runtime.current_runtime().steps
+        assert steps.compared.wait(30)
+        dist.barrier()
+        time.sleep(0.2)
+        assert not steps.error, steps.error
+    assert [step.number for step in steps.kept] == [1, 2, 3]
+
+
 def test_a_difference_is_told_by_camps_with_the_lines_of_both():
     calls = [["torch.add(f32[4])", "a.py:1"], ["torch.mul(f32[4])", "a.py:2"]]
     notes = {r: ["SGD.step at a.py:9", calls[: 1 if r == 2 else 2]] for r in range(4)}
@@ -57,7 +83,7 @@ def start_anew():
     if now.watcher:
         now.watcher.stop()
     now.watcher = now.steps = None
-    now.number += 1
+    now.name = ""
     now.meshes.clear()  # ranks of the meshes of other tests would not be compared with each other
     dist.barrier()
 

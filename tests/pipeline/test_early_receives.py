@@ -108,6 +108,20 @@ def test_a_program_that_goes_by_values_is_right_and_nothing_is_asked_for_from_th
         now.posts_early_receives = True
 
 
+@pytest.mark.parametrize("rows", [[1, 1, 62, 62, 1], [54, 56, 54, 55]])
+@on_ranks(2)
+def test_a_message_of_another_size_is_not_taken_for_the_early_one(rows):
+    """62 rows have as many bytes as 1 row, modulo 61; 54 to 56 rows are in one class."""
+    batches = [randn(64, 9, seed=i) for i in range(len(rows))]
+    for batch, n in zip(batches, rows, strict=True):
+        batch[0, 0] = n
+    try:
+        check(batches, cut=True)
+        check(batches[::-1], cut=True)
+    finally:
+        runtime.current_runtime().posts_early_receives = True
+
+
 @on_ranks(2)
 def test_micro_batches_that_share_a_channel_are_not():
     """Their messages are counted together, so nobody knows the tags ahead."""

@@ -58,7 +58,7 @@ def _under_way() -> int:
     with queue.lock:
         sent = sum(buffer.nbytes for _, buffer, *_ in queue.open)
     return sent + sum(
-        pending.message.wire.nbytes for pending in runtime.current_runtime().early.values()
+        pending.message.nbytes for pending in runtime.current_runtime().early.values()
     )
 
 

@@ -1,0 +1,58 @@
+"""The random numbers of micro-batches that visit a mesh several times: each has its own, and all
+ranks draw the same."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+import disttensor as dt
+from disttensor import pipeline
+from disttensor.comm.groups import world_group
+from disttensor.comm.objects import gather_objects
+from tests.support.oracle import randn
+from tests.support.pool import on_ranks
+from tests.support.stages import stage_meshes
+
+SCHEDULES = {"interleaved_1f1b": [0, 1, 0, 1], "zbv": [0, 1, 1, 0]}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@on_ranks(2)
+def test_each_micro_batch_draws_its_own_numbers_and_all_ranks_the_same(schedule):
+    order = [stage_meshes()[i] for i in SCHEDULES[schedule]]
+    drawn, masks = {}, {}
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        random.seed(3)
+        np.random.seed(3)
+        w = [dt.shard_tensor(randn(9, 9, seed=i), m, requires_grad=True) for i, m in
+             enumerate(order)]  # fmt: skip
+
+        def step(batch):
+            number = int(batch[0, 0])
+            x, numbers = dt.shard_tensor(batch, order[0]), []
+            for i, mesh in enumerate(order):
+                x = dt.reshard(x, mesh) if x.spec.mesh is not mesh else x
+                kept = torch.nn.functional.dropout(dt.ones(64, mesh=mesh), 0.5)
+                if kept.is_initialized:
+                    masks[number, i] = tuple(kept.to_local().tolist())
+                numbers += [torch.rand(()).item(), random.random(), np.random.rand()]
+                if random.random() < 0.5:  # a transfer there and back, or none
+                    numbers += [torch.rand(()).item()]
+                x = torch.tanh(x @ w[i])
+            drawn[number] = numbers
+            return (x**2).mean()
+
+        batches = [randn(4, 9, seed=i) for i in range(6)]
+        for i, batch in enumerate(batches):
+            batch[0, 0] = i
+        pipeline.run(step, batches, schedule, stages=order)
+        after = torch.rand(()).item(), random.random(), np.random.rand()
+    ranks = gather_objects((drawn, after), world_group())
+    assert ranks[0] == ranks[1] and len(drawn) == 6
+    assert len({tuple(numbers) for numbers in drawn.values()}) == 6
+    assert len(set(masks.values())) == len(masks) > 0
