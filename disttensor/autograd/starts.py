@@ -1,5 +1,4 @@
-"""Nodes where calls of autograd may start: the roots of a backward, and nodes whose results left
-DistTensors as regular tensors (``to_local``), which may become roots.
+"""Nodes where calls of autograd start: the roots of each backward, of regular tensors too.
 
 Autograd counts the nodes of each thread separately. One thread makes a whole graph. Threads that
 run the forwards of micro-batches have their own count (``number_own_nodes``); all others share one.
@@ -8,8 +7,9 @@ run the forwards of micro-batches have their own count (``number_own_nodes``); a
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from itertools import count as counting
 from typing import Any
 
@@ -50,13 +50,24 @@ def count_of_graphs(count: int) -> Iterator[None]:
         _graph_of.pop()
 
 
-def mark_start(x: torch.Tensor) -> torch.Tensor:
-    """Marks ``x`` as a place where autograd may start, or enter the graph of DistTensors."""
-    node: Any = x.grad_fn if callbacks.before_start else None
-    if node is not None and _KEY not in node.metadata:
-        node.metadata[_KEY] = True
-        node.register_prehook(_starts)
-    return x
+def mark_starts(roots: Iterable[Any]) -> None:
+    """Marks the nodes of ``roots``, tensors or edges of the graph, where autograd starts."""
+    for root in roots if callbacks.before_start else ():
+        node: Any = root.grad_fn if isinstance(root, torch.Tensor) else root.node
+        if node is not None and _KEY not in node.metadata:
+            node.metadata[_KEY] = True
+            node.register_prehook(_starts)
+
+
+def wrap_run_backward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps the function of torch with which each call of autograd starts."""
+
+    @wraps(original)
+    def run_backward(roots: Any, *args: Any, **kwargs: Any) -> Any:
+        mark_starts(roots)
+        return original(roots, *args, **kwargs)
+
+    return run_backward
 
 
 def _starts(grads: Any) -> None:

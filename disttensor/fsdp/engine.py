@@ -44,7 +44,8 @@ from disttensor.torch_private import current_backward
 Tensor = torch.Tensor
 
 ENGINE = "_data_parallel"  # the attribute of a module that holds its Engine
-_ENGINES: list[weakref.ref[Engine]] = []  # in order of creation, which all ranks share
+# By id, in order of creation, which all ranks share
+_ENGINES: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()
 
 
 class Engine:
@@ -68,7 +69,7 @@ class Engine:
         self.held: set[Segment] = set()  # not freed before the backward ends
         self.param_ids = {id(p.sharded_param) for s in self.segments for p in s.params}
         self.deferred: set[Segment] = set()  # gradients wait for the last micro-batch
-        _ENGINES.append(weakref.ref(self))
+        _ENGINES[id(self)] = self
         if _follow_start not in callbacks.before_start:  # only now: it slows each backward
             callbacks.before_start.append(_follow_start)
         weakref.finalize(self, buffers.clear).atexit = False
@@ -451,8 +452,7 @@ def _record_gradient(
 
 
 def engines() -> list[Engine]:
-    _ENGINES[:] = [ref for ref in _ENGINES if ref() is not None]
-    return [engine for ref in _ENGINES if (engine := ref()) is not None]
+    return list(_ENGINES.values())
 
 
 def flush(params: Sequence[Any]) -> None:

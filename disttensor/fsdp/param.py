@@ -298,7 +298,8 @@ class FSDPParam:
         """Adds ``grad``, to be summed over ``axes``, to the gradient of the parameter."""
         self._accumulated = True
         grad = grad.to(self.sharded_param.dtype)
-        grad = grad.contiguous() if self.dim else grad
+        if self.dim:  # the strides of a contiguous tensor, also where the piece has one column
+            grad = grad.contiguous().flatten().view(grad.shape)
         leaf = self.sharded_param.local
         if not axes and leaf.grad is None:
             leaf.grad = grad

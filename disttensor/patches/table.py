@@ -9,6 +9,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import checkpoint as torch_checkpoint
 
+from disttensor.autograd import starts
 from disttensor.comm import failure_watch
 from disttensor.nn import init
 from disttensor.optim import grad_scaler, step_hooks
@@ -85,6 +86,17 @@ TABLE = (
         "graph does not contain the wrapper. It runs on full local tensors instead.",
         "None: ``apply`` does not call __torch_function__.",
         replace(autograd_function.wrap_apply, "torch.autograd:Function.apply"),
+    ),
+    Change(
+        "torch.autograd.backward, torch.autograd.grad",
+        "A backward from a regular tensor would read parameters of fully_shard whose memory was "
+        "freed after the forward. The nodes where it starts are marked.",
+        "None: torch has no hook for the start of a backward.",
+        replace(
+            starts.wrap_run_backward,
+            "torch.autograd:_engine_run_backward",
+            "torch.autograd.graph:_engine_run_backward",
+        ),
     ),
     Change(
         "torch.nn.parallel.DistributedDataParallel",

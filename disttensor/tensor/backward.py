@@ -15,7 +15,7 @@ from disttensor.autograd.accumulation import RETURNED, backward_context, current
 from disttensor.autograd.grad_types import GradType, gradient_type
 from disttensor.autograd.graph import node_of, nodes_of
 from disttensor.autograd.joined_backward import join_present_backward
-from disttensor.autograd.starts import mark_start
+from disttensor.autograd.starts import mark_starts
 from disttensor.autograd.tie import TieOutputs
 from disttensor.cache import cached
 from disttensor.comm import compare_programs, lone_failure
@@ -85,9 +85,7 @@ def run_given(
 
 def _run_engine(engine: Callable[..., Any], roots: Any, *args: Any, **kwargs: Any) -> Any:
     """Starts autograd by ``engine``; after an error, runs ``callbacks.after_backward_error``."""
-    for root in (roots,) if isinstance(roots, Tensor) else roots:
-        if isinstance(root, Tensor):
-            mark_start(root)
+    mark_starts((roots,) if isinstance(roots, Tensor) else roots)
     try:
         with nullcontext() if current_backward() == -1 else join_present_backward():
             return engine(roots, *args, **kwargs)

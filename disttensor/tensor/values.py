@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from disttensor.autograd.grad_types import GradType, gradient_type, scale_average_grad
-from disttensor.autograd.starts import mark_start
 from disttensor.checks import check_bool, check_sequence
 from disttensor.comm import objects
 from disttensor.comm.process_group import world
@@ -58,7 +57,7 @@ def full_tensor(x: Any, *, everywhere: bool = False) -> Tensor:
     if x._view_state is not None:
         views.check(x)
     spec = x.spec
-    full = mark_start(resharded(x, spec.replicated()).local) if x.is_initialized else None
+    full = resharded(x, spec.replicated()).local if x.is_initialized else None
     if everywhere:
         return objects.broadcast_value(
             full, spec.mesh.root.ranks, spec.mesh.device, spec.shape, spec.dtype
@@ -117,7 +116,7 @@ class Values(MeshTensor):
             return self.local.to(self.spec.dtype)
         if self.spec.layout.partial:
             hand_out(self.local)
-        return mark_start(self.local_for(axes))
+        return self.local_for(axes)
 
     def full_tensor(self, *, everywhere: bool = False, grad_placements: Any = None) -> Tensor:
         """Returns the global tensor as a regular one on every rank of the mesh: differentiable, a

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from disttensor import callbacks
-from disttensor.autograd import starts, token
+from disttensor.autograd import token
 from disttensor.fsdp import graph_hooks
 from disttensor.fsdp.graph_hooks import SegmentForward, follow
 
@@ -42,8 +42,6 @@ class Told:
         return y
 
     def backward(self, *roots: Tensor, **options: object) -> list[str]:
-        for root in roots:
-            starts.mark_start(root)
         self.order.clear()
         torch.autograd.backward(roots, [torch.ones_like(r) for r in roots], **options)
         return self.order[:]

@@ -100,6 +100,8 @@ def test_all_changes_are_listed_and_taken_back() -> None:
         "torch._functorch.vmap._vmap_decrement_nesting",
         "torch._functorch.vmap._vmap_increment_nesting",
         "torch.amp.grad_scaler.GradScaler._unscale_grads_",
+        "torch.autograd._engine_run_backward",
+        "torch.autograd.graph._engine_run_backward",
         "torch.autograd.forward_ad.enter_dual_level",
         "torch.autograd.forward_ad.exit_dual_level",
         "torch.autograd.function.Function.apply",
@@ -479,6 +481,12 @@ def attended_by_flex_attention() -> None:
         assert on_heads(q, q, q).full_tensor().allclose(torch.ones(2, 2, 16, 4))
 
 
+def sharded_and_vmapped() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    dt.fully_shard(model, mesh=line(), segments=["0", "2"])
+    torch.vmap(model)(torch.ones(2, 4)).sum().backward()
+
+
 def compiled_for_cuda() -> None:
     jiterator = importlib.import_module("torch.cuda.jiterator")
     double = jiterator._create_jit_fn("template <typename T> T twice(T x) { return x + x; }")
@@ -494,6 +502,7 @@ WRAPPERS = (
 )
 PROGRAMS: dict[str, Callable[[], None]] = {
     "torch.autograd.Function.apply": custom_function,
+    "torch.autograd.backward, torch.autograd.grad": sharded_and_vmapped,
     **{name: functools.partial(wrapped, name) for name in WRAPPERS},
     "torch.nn.attention.flex_attention": attended_by_flex_attention,
     "torch.cuda.jiterator": compiled_for_cuda,

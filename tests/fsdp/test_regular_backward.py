@@ -1,0 +1,134 @@
+"""Backwards that start at a regular tensor gather the segments of fully_shard again."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import disttensor as dt
+from disttensor import DistTensor, Partial, Shard
+from disttensor.fsdp import engine
+from tests.support.oracle import line, randn
+from tests.support.pool import on_ranks
+
+ROWS = randn(8, 4, seed=1)
+
+
+class Kernel(nn.Linear):
+    """A linear layer with a kernel of its own, on regular tensors."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        w, b = self.weight, self.bias
+        if isinstance(w, DistTensor):
+            w, b = (t.to_local(grad_placements=[Partial()]) for t in (w, b))
+        self.seen = F.linear(x, w, b).sum()
+        return F.linear(x, w, b)
+
+
+class Whole(nn.Linear):
+    """A linear layer that reads its parameters by ``full_tensor``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        w, b = self.weight, self.bias
+        if isinstance(w, DistTensor):
+            w, b = (t.full_tensor(grad_placements=[Partial()]) for t in (w, b))
+        return F.linear(x, w, b)
+
+
+def mine(x: Tensor) -> Tensor:
+    mesh = line()
+    return x.chunk(mesh.size)[mesh.get_rank()]
+
+
+def by_grad(model: Any, x: Tensor) -> None:
+    params = list(model.parameters())
+    loss = torch.vmap(model)(x).square().sum()
+    for p, g in zip(params, torch.autograd.grad(loss, params), strict=True):
+        p.grad = g
+
+
+def twice(model: Any, x: Tensor) -> None:
+    loss = torch.vmap(model)(x).square().sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def by_attribute(model: Any, x: Tensor) -> None:
+    model(x)
+    (model[0].seen + model[2].seen).backward()
+
+
+def by_input(transform: Callable[..., Any]) -> Callable[[Any, Tensor], Tensor]:
+    return lambda model, x: transform(lambda row: model(row).square().sum())(x[0])
+
+
+# Name -> the class of the layers, whether each rank has its own rows, the program; its result
+CASES: dict[str, tuple[Any, bool, Callable[[Any, Tensor], Any]]] = {
+    "to_local": (Kernel, True, lambda m, x: m(x).square().sum().backward()),
+    "full_tensor": (Whole, True, lambda m, x: m(x).square().sum().backward()),
+    "attribute": (Kernel, True, by_attribute),
+    "edge": (Kernel, True, lambda m, x: torch.autograd.backward(m(x), torch.ones(x.shape[0], 3))),
+    "vmap": (nn.Linear, False, lambda m, x: torch.vmap(m)(x).square().sum().backward()),
+    "vmap and grad": (nn.Linear, False, by_grad),
+    "vmap, twice": (nn.Linear, False, twice),
+    "grad of the input": (nn.Linear, False, by_input(torch.func.grad)),
+    "jacrev of the input": (nn.Linear, False, by_input(torch.func.jacrev)),
+}
+
+
+def trained(case: str, shard: Callable[[Any], object] | None) -> list[Any]:
+    layer, own, run = CASES[case]
+    torch.manual_seed(0)
+    model = nn.Sequential(layer(4, 8), nn.Tanh(), layer(8, 3)).double()
+    if shard is not None:
+        shard(model)
+    out = [run(model, mine(ROWS) if own and shard is not None else ROWS) for _ in range(2)]
+    grads = [*(p.grad for p in model.parameters()), out[-1]]
+    return [g.full_tensor() if isinstance(g, DistTensor) else g for g in grads]
+
+
+@on_ranks(2)
+def test_a_backward_from_a_regular_tensor_gathers_the_segments():
+    wrong = []
+    for case in CASES:
+        want = trained(case, None)
+        for options in ({}, {"segments": ["0", "2"]}):
+            got = trained(case, lambda m, o=options: dt.fully_shard(m, mesh=line(), **o))
+            for mine, plain in zip(got, want, strict=True):
+                if (mine is None) != (plain is None):
+                    wrong.append(f"{case} {options}: {mine}, plain {plain}")
+                elif mine is not None and not torch.allclose(mine, plain):
+                    wrong.append(f"{case} {options}: {mine}, plain {plain}")
+    assert not wrong, "\n".join(wrong)
+
+
+@on_ranks(4)
+def test_the_gradient_of_a_piece_of_one_column_has_the_strides_of_its_parameter():
+    wrong = []
+    for columns in (line().size, 3, 8):
+        model = nn.Linear(columns, 6)
+        placements = {2: Shard(1), 1: Shard(0)}
+        dt.fully_shard(model, mesh=line(), shard_placement_fn=lambda p: placements[p.ndim])
+        for _ in range(2):
+            model(torch.ones(8, columns)).square().sum().backward()
+            p = model.weight
+            if p.grad.stride() != p.stride() or not p.grad.is_contiguous():
+                wrong.append((columns, p.grad.stride()))
+    assert not wrong
+
+
+@on_ranks(2)
+def test_engines_of_modules_that_are_gone_leave_nothing_behind():
+    gc.collect()
+    before = len(engine._ENGINES)
+    for _ in range(3):
+        model = nn.Linear(2, 2)
+        dt.fully_shard(model, mesh=line())
+        del model
+    gc.collect()
+    assert len(engine._ENGINES) == before
