@@ -55,20 +55,20 @@ class Uncacheable(Exception):
     """Raised for an argument that cannot be part of a key; the message names its class."""
 
 
-def key_of_contents(value: Any, key_of_tensor: Callable[[Tensor], Any]) -> Any:
-    """Returns a key of constants by class and value, containers by their contents, and tensors by
-    ``key_of_tensor``. Raises Uncacheable for other objects."""
+def key_of_contents(value: Any, key_of_tensor: Callable[[Any], Any], tensor: type = Tensor) -> Any:
+    """Returns a key of constants by class and value, containers by their contents, and values of
+    class ``tensor`` by ``key_of_tensor``. Raises Uncacheable for other objects."""
     kind = type(value)
-    if isinstance(value, Tensor):
+    if isinstance(value, tensor):
         return key_of_tensor(value)
     if kind in CONSTANTS:  # 0.0 and -0.0 are equal, and two constants
         return kind, value, repr(value) if kind is float or kind is complex else ""
     if kind is list or kind is tuple:
-        return kind, tuple([key_of_contents(v, key_of_tensor) for v in value])
+        return kind, tuple([key_of_contents(v, key_of_tensor, tensor) for v in value])
     if kind is dict:
-        return kind, key_of_contents([*value.items()], key_of_tensor)
+        return kind, key_of_contents([*value.items()], key_of_tensor, tensor)
     if kind is slice:
-        return kind, key_of_contents((value.start, value.stop, value.step), key_of_tensor)
+        return kind, key_of_contents((value.start, value.stop, value.step), key_of_tensor, tensor)
     raise Uncacheable(f"an argument is a {kind.__name__}")
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from disttensor.pytree import collect, substitute
+from disttensor.pytree import collect
+from ops.check_call import shared_without_data
 from ops.empty_pieces import zeros_if_empty
 from ops.factors import Arg, Dims, Factors, Letter, NoRule, Terms, pointwise_factors
 from ops.registry import Function, functions_named
@@ -90,23 +90,13 @@ def without(input: Arg, gone: Iterable[int]) -> Dims:
 # Results of the function itself -------------------------------------------------------------------
 
 
-def run_on_meta(func: Function, args: Any, kwargs: Any) -> list[Tensor]:
-    """Returns the results, without data. Raises NoRule if the function cannot run on tensors
-    without data, or raises an error."""
-
-    def meta(value: Arg) -> Tensor:
-        return torch.empty(value.shape, dtype=value.dtype or torch.float32, device="meta")
-
-    try:
-        args, kwargs = substitute((args, kwargs), meta, Arg)
-        return collect(func(*args, **kwargs), [])
-    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
-        raise NoRule(f"{getattr(func, '__name__', func)}: {error}") from None
-
-
-def results_of(func: Function, args: Any, kwargs: Any) -> list[tuple[int, ...]]:
-    """Returns the shapes of the results of ``run_on_meta``."""
-    return [tuple(t.shape) for t in run_on_meta(func, args, kwargs)]
+def results_of(func: Function, args: Any, kwargs: Any) -> tuple[tuple[int, ...], ...]:
+    """Returns the shapes of the results. Raises torch's errors, and NoRule if the function cannot
+    run on tensors without data."""
+    found = shared_without_data(func, args, kwargs)
+    if found is None:
+        raise NoRule(f"{getattr(func, '__name__', func)} does not run without data")
+    return found.shapes
 
 
 def batched_factors(
@@ -124,7 +114,7 @@ def batched_factors(
     if any(shape[:n] != tuple(f.sizes.values()) for shape in shapes):
         raise NoRule("a result without the leading dims")
     outputs = tuple((*range(n), *[None] * (len(shape) - n)) for shape in shapes)
-    return Factors(tuple(inputs), outputs, f.sizes, shapes=tuple(shapes), **options)
+    return Factors(tuple(inputs), outputs, f.sizes, shapes=shapes, **options)
 
 
 def shaped(
@@ -134,4 +124,4 @@ def shaped(
     have the letters ``out``."""
     shapes = results_of(func, args, kwargs)
     options.setdefault("local", zeros_if_empty)
-    return Factors(tuple(ins), (out,) * len(shapes), shapes=tuple(shapes), **options)
+    return Factors(tuple(ins), (out,) * len(shapes), shapes=shapes, **options)

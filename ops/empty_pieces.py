@@ -4,16 +4,14 @@ ranks the piece of the last rank is empty)."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from disttensor.pytree import collect, substitute
-from disttensor.torch_private import autocast_is_on, fake_mode
+from disttensor.torch_private import autocast_is_on
+from ops.answer import Bare, CallMetadata, TensorResult, answer
 from ops.local import LocalCall
 
 
@@ -34,46 +32,26 @@ def zero_of(*values: Any) -> Tensor:
     return sum(parts[1:], parts[0]) * zero if parts else zero
 
 
-class Result(NamedTuple):
-    dtype: torch.dtype
-    requires_grad: bool
+def answer_of_whole(call: LocalCall, args: Any, kwargs: Any) -> CallMetadata:
+    """Returns torch's answer about the global call; ``args`` and ``kwargs`` are those of a piece.
+    It depends on autocast, whose dtypes may depend on sizes."""
+    pieces = iter(call.inputs)
 
+    def whole(x: Tensor) -> Bare:
+        return Bare(tuple(next(pieces).shape), x.dtype, x.device, None)
 
-def results_of_whole(call: LocalCall) -> Callable[[Any, Any], tuple[Any, list[Result]]]:
-    """Returns a function: ``(args, kwargs)`` of a piece -> (type of the global result, a
-    ``Result`` for each tensor in it). It runs the torch function once on tensors of the global
-    shapes without data, and once more under autocast, whose dtypes may depend on sizes."""
-    known: dict[Any, tuple[Any, list[Result]]] = {}
-
-    def find(args: Any, kwargs: Any) -> tuple[Any, list[Result]]:
-        tensors = collect((args, kwargs), [])
-        kind = tensors[0].device.type
-        cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        key = cast, torch.is_grad_enabled(), *[t.requires_grad for t in tensors]
-        if key not in known:
-            pieces = iter(call.inputs)
-
-            def whole(t: Tensor) -> Tensor:
-                made = torch.empty(next(pieces).shape, dtype=t.dtype, device=t.device)
-                return made.requires_grad_(t.requires_grad)
-
-            with fake_mode(), saved_tensors_hooks(lambda t: t, lambda t: t):
-                given = call.func(*substitute(tuple(args), whole), **substitute(kwargs, whole))
-            found = [Result(t.dtype, t.requires_grad) for t in collect(given, [])]
-            known[key] = (Tensor if isinstance(given, Tensor) else type(given)), found
-        return known[key]
-
-    return find
+    return answer(call.func, *substitute((tuple(args), kwargs), whole))
 
 
 def in_dtype_of_whole(call: LocalCall) -> Any:
     """Returns the torch function with its one result in the dtype that the global call would have.
     For functions whose dtype under autocast depends on sizes."""
-    find = results_of_whole(call)
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
         out: Tensor = call.func(*args, **kwargs)
-        return out.to(find(args, kwargs)[1][0].dtype) if autocast_is_on() else out
+        return (
+            out.to(answer_of_whole(call, args, kwargs).outs[0].dtype) if autocast_is_on() else out
+        )
 
     return run
 
@@ -83,16 +61,17 @@ def zeros_if_empty(call: LocalCall) -> Any:
     the shapes and types of the results."""
     if not is_empty(call):
         return call.func
-    find = results_of_whole(call)
 
     def zeros(*args: Any, **kwargs: Any) -> Any:
-        kind, results = find(args, kwargs)
-        zero = zero_of(*args, *kwargs.values())
-        made = [
-            (zero if r.requires_grad else zero.detach()).to(r.dtype).expand(p.local_shape).clone()
-            for r, p in zip(results, call.outputs, strict=True)
-        ]
-        return made[0] if kind is Tensor else kind(made)
+        found = answer_of_whole(call, args, kwargs)
+        tensors, zero = collect((args, kwargs), []), zero_of(*args, *kwargs.values())
+
+        def made(out: TensorResult) -> Tensor:
+            grad = any(tensors[i].requires_grad for i in out.sources)
+            own = zero if grad else zero.detach()
+            return own.to(out.dtype).expand(call.outputs[out.number].local_shape).clone()
+
+        return substitute(found.result, made, TensorResult)
 
     return zeros
 

@@ -124,7 +124,8 @@ class Factors:
         local: called once per plan: ``local(call)`` returns the function that runs on locals
         independent: letters along which ``local`` treats each index separately, at any position of
             the global tensor (``Balanced``); without ``local``, all letters that may be split
-        view: the result shares memory with the first argument
+        views: for each result the number of the argument whose memory it shares, or None; torch
+            gives it for its functions (``ops/check_call.py``)
         rematerialize: cheap to compute twice: if the result is used as varying, it is recomputed
             from varying inputs instead of all-reducing its gradient
         metadata_only: arguments of which only shape and dtype matter (zeros_like): never resharded
@@ -153,7 +154,7 @@ class Factors:
     shapes: tuple[tuple[int, ...], ...] | None = None
     local: LocalMaker | None = None
     independent: Set[Letter] = frozenset()
-    view: bool = False
+    views: tuple[int | None, ...] = ()
     rematerialize: bool = False
     metadata_only: Set[int] = frozenset()
     targets: tuple[int, ...] = (0,)
@@ -161,6 +162,11 @@ class Factors:
     per_item: tuple[tuple[Factors, tuple[int, ...]], ...] = ()
     halo: Mapping[Letter, Callable[[int], float]] = field(default_factory=dict)
     co_split: Mapping[Letter, Axes] = field(default_factory=dict)
+
+    @property
+    def view(self) -> bool:
+        """Returns True if a result shares memory with an argument."""
+        return any(number is not None for number in self.views)
 
     def replace(self, **changes: Any) -> Factors:
         """Returns a copy with some fields changed."""

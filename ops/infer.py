@@ -10,6 +10,7 @@ from typing import Any
 from disttensor.core.layout import Axes, replicated
 from disttensor.core.placement import Placement
 from disttensor.pytree import substitute
+from ops.check_call import check_call
 from ops.factors import Arg, Factors, NoRule
 from ops.promotion import fit_dtypes
 from ops.propagation import Decision, assign
@@ -33,13 +34,18 @@ def decide(
     kwargs: dict[str, Any],
     tensors: Sequence[Arg],
     mesh_shape: Axes,
+    device: str = "cpu",
 ) -> tuple[Rule, Factors, Decision | None]:
     """Returns the rule of a call in its one form, its factors, and the decision (None: not in place
     as asked). ``tensors`` are the Args of the call in order. Raises NoRule."""
     rule = RULES.get(func)
     if rule is None:
         raise NoRule(f"{getattr(func, '__name__', func)} has no rule")
-    factors = rule.factors(*args, **kwargs)
+    try:
+        factors = rule.factors(*args, **kwargs)
+    except Exception:
+        check_call(func, args, kwargs, device=device)  # torch's error instead, if it has one
+        raise
     if len(factors.inputs) != len(tensors):
         raise NoRule(
             f"the rule {rule.name} speaks of {len(factors.inputs)} tensors, the call has "
@@ -47,6 +53,9 @@ def decide(
         )
     if not factors.per_item:
         factors = factors.with_sizes([t.shape for t in tensors])
+        found = check_call(func, args, kwargs, factors, device)
+        if found and not rule.inplace and len(found.views) == len(factors.outputs):
+            factors = factors.replace(views=found.views)
     factors = fit_dtypes(func, args, kwargs, tensors, factors)
     return rule, factors, assign(factors, tensors, mesh_shape, fixed=rule.inplace)
 

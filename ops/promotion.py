@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ops.dims import run_on_meta
+from ops.check_call import shared_without_data
 from ops.dtypes import has_sums, smooth
-from ops.factors import Arg, Factors, Letter, NoRule
+from ops.factors import Arg, Factors, Letter
 
 
 def fit_dtypes(
@@ -26,10 +26,9 @@ def fit_dtypes(
     adds_up = "sum" in f.reduced.values() and not all(has_sums(t.dtype) for t in tensors)
     if not adds_up and not any(t.layout.partial for t in tensors):
         return f
-    try:
-        results = [t.dtype for t in run_on_meta(func, args, kwargs)]
-    except NoRule:
-        results = [t.dtype for t in tensors]  # as of a function that moves to another device
+    found = shared_without_data(func, args, kwargs)
+    # torch cannot say it for a function that moves to another device
+    results = [t.dtype for t in tensors] if found is None else [*found.dtypes]
     if not f.per_item:
         return _fit(f, tensors, results)
     items = []

@@ -27,6 +27,7 @@ LAYERS = (
     "checks",
     "errors",
     "pytree",
+    "graph_nodes",
     "comm",
     "progress",
     "core",

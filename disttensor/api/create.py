@@ -22,11 +22,12 @@ from disttensor.comm import compare_programs
 from disttensor.core.mesh import ProcessMesh, as_mesh
 from disttensor.core.placement import Placement
 from disttensor.core.spec import spec_of
-from disttensor.meta import execute, infer
+from disttensor.meta import execute
 from disttensor.random import state
-from disttensor.random.factories import make_local
+from disttensor.random.factories import dtype_of, make_local
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.reshard import resharded
+from ops.answer import answer
 
 
 def from_fn(
@@ -52,14 +53,13 @@ def from_fn(
     for key, only in (("device", mesh.device), ("layout", torch.strided)):
         if str(kwargs.pop(key, only)) != str(only):
             raise ValueError(f"{who}: {key}: a tensor on {mesh!r} is {only}; leave it out")
-    spec = spec_of(mesh, size, dtype or torch.get_default_dtype(), placements, dims_mapping)
+    spec = spec_of(mesh, size, dtype_of(fn, mesh, args, dtype), placements, dims_mapping)
     if spec.layout.partial:
         raise ValueError(
             "from_fn: a factory's value is not a pending reduction; use Shard and Replicate"
         )
     if requires_grad is not False:
-        kind = dtype or (torch.int64 if fn is torch.randperm else spec.dtype)
-        check_differentiable(who, requires_grad, kind)
+        check_differentiable(who, requires_grad, spec.dtype)
     if spec.layout.custom:  # only the reshard to such a placement can cut its pieces
         bare = spec.with_layout(spec.layout.without_custom()).placements
         whole = from_fn(fn, mesh, bare, shape, *args, dtype=dtype, **kwargs)
@@ -68,7 +68,7 @@ def from_fn(
     if mesh.coordinate is None:
         extent: Any = size[0] if fn is torch.randperm else size
         given = (*args, extent) if fn is torch.randint else (extent, *args)
-        made = infer.infer_metadata(fn, given, {**kwargs, "dtype": dtype, "device": mesh.device})
+        made = answer(fn, given, {**kwargs, "dtype": dtype, "device": mesh.device})
         if made.draws:
             state.draw(mesh, "invariant", kwargs.get("generator"))
         return execute.off_mesh_leaf(spec.with_dtype(made.outs[0].dtype), requires_grad)

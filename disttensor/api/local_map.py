@@ -35,6 +35,7 @@ from disttensor.pytree import Uncacheable, collect, find_tensors, rebuild, subst
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.reshard import resharded_local
 from disttensor.tensor.tensor_meta import describe_tensors
+from ops.answer import surroundings
 
 _NOT_GIVEN: Any = object()
 
@@ -98,8 +99,10 @@ def local_map(
     outs = list(out_placements) if _nested(out_placements) else [out_placements]
     shapes = _checked_shapes(out_shapes, len(outs), _nested(out_placements))
 
-    # Kind of call -> metadata that ranks off the mesh have received.
+    # Kind of call -> metadata that ranks off the mesh have received. A result without placements
+    # may be another value in each call.
     known: Cache[Any, Any] = Cache(1024, received=True)
+    always_sends = out_shapes is None or any(o is None for o in outs)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         tensors = collect((args, kwargs), [])
@@ -121,7 +124,7 @@ def local_map(
             for x, w in zip(inputs, wanted, strict=True)
         ]
         vary = _varying(mesh, specs, outs, all(g is not None for g in grads))
-        key = None if out_shapes is None else _kind(args, kwargs, tensors)
+        key = None if always_sends else _kind(args, kwargs, tensors)
         if key is not None:  # other ranks may run micro-batches in another order
             key = p2p.CHANNEL.get(), key
         if mesh.coordinate is None:  # the ranks of the mesh send the metadata
@@ -130,7 +133,7 @@ def local_map(
             if key is not None:
                 known[key] = received
             return execute.wrap_received(received, mesh, args, kwargs)
-        broadcasts = key not in known
+        broadcasts = key is None or key not in known
         with objects.send_errors(mesh.root.ranks, mesh.device) if broadcasts else nullcontext():
             locals_ = [
                 _local_of(x, s, vary[s.mesh], g)
@@ -146,10 +149,17 @@ def local_map(
                 p if o is None else from_pieces(p, mesh, layout_of(o, p.ndim, mesh.ndim), s)
                 for p, o, s in zip(pieces, outs, shapes, strict=True)
             ])  # fmt: skip
+        described = describe_tensors(result)
         if broadcasts:
-            objects.send_object(describe_tensors(result), mesh.root.ranks, mesh.device)
+            objects.send_object(described, mesh.root.ranks, mesh.device)
+        elif known[key] != described:
+            raise RuntimeError(
+                f"local_map: the results are {described}, and were {known[key]} in the first call "
+                "with such arguments. Ranks off the mesh have received the first description only. "
+                "Leave out out_shapes, so that each call sends it"
+            )
         if key is not None:
-            known[key] = True
+            known[key] = described
         return result
 
     return run
@@ -276,6 +286,7 @@ def _kind(args: Any, kwargs: Any, tensors: list[Any]) -> Any:
             key_of(kwargs),
             *[t.requires_grad for t in tensors],
             torch.is_grad_enabled(),
+            *surroundings(),
         )
     except Uncacheable:
         return None

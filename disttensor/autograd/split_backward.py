@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge
 
 from disttensor.autograd import token
 from disttensor.autograd.fork_groups import BackwardGraph, ParamGroup, groups_of
-from disttensor.autograd.graph import node_of
+from disttensor.graph_nodes import node_of
 
 Tensor = torch.Tensor
 _UNSPLIT = "disttensor_unsplit_gradient"

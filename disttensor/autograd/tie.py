@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from disttensor.autograd.graph import node_of, nodes_of
+from disttensor.graph_nodes import node_of, nodes_of
 
 
 class TieOutputs(torch.autograd.Function):

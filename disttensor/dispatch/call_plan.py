@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import Any, NamedTuple
 
-import torch
-
 from disttensor.comm.compare_programs import CallSignature
 from disttensor.core.layout import Axes
 from disttensor.core.mesh import ProcessMesh
@@ -68,8 +66,9 @@ class CallPlan:
     reads             of the positional arguments, then of those named in ``keywords``.
     results           specs of the results in order. Their dtypes hold if ``is_checked``.
     template          off the mesh: the return value, with a ``TensorResult`` for each tensor.
-    is_view           the results are views of the first argument.
-    is_copy           the results of a view are copies, as data was moved (see tensor/views.py).
+    is_view           some results are views.
+    views             for each result the number of the tensor that it is a view of, and whether it
+                      is a copy, as data was moved (see tensor/views.py); or None.
     writes            numbers of the tensors that are written; None: no in-place call.
     untracked_writes  autograd does not count these writes: fused kernels, custom operators.
     may_reuse         for each tensor: True if pending, so that an earlier reduction may be read.
@@ -79,7 +78,8 @@ class CallPlan:
     broadcasts_shape  shapes depend on data: a rank of the mesh sends them to ranks off the mesh.
     is_simple         no tensor is resharded, written or viewed, and there is one result.
     native            the C code may run this call.
-    autocast          off the mesh: the plans of the same calls under autocast, by its dtype.
+    variants          off the mesh: the plans of the same calls by what else an answer of torch
+                      depends on: settings of torch, and the strides of the tensors.
     call              the description that ranks compare.
     """
 
@@ -93,7 +93,7 @@ class CallPlan:
     input_specs: tuple[DistSpec | None, ...] = ()
     template: Any = None
     is_view: bool = False
-    is_copy: bool = False
+    views: tuple[tuple[int, bool] | None, ...] = ()
     origin: Origin = Origin.NONE
     writes: tuple[int, ...] | None = None
     untracked_writes: bool = False
@@ -105,7 +105,7 @@ class CallPlan:
     is_simple: bool = False
     native: bool = False
     is_checked: bool = True
-    autocast: dict[torch.dtype | None, CallPlan] = field(default_factory=dict, compare=False)
+    variants: dict[Any, CallPlan] = field(default_factory=dict, compare=False)
     call: CallSignature | None = field(default=None, compare=False)
 
 

@@ -9,20 +9,18 @@ from typing import Any
 
 import torch
 
-from disttensor.cache import Cache
 from disttensor.comm import objects
 from disttensor.dispatch import strict
-from disttensor.dispatch.call_plan import CallPlan, PythonCall
+from disttensor.dispatch.call_plan import PythonCall
 from disttensor.dispatch.decompose import body_of
-from disttensor.dispatch.key import key_of
 from disttensor.dispatch.pending_grads import reduce_pending
 from disttensor.dispatch.plan_call import plan_off_mesh
 from disttensor.dispatch.resolve import mesh_of_call, regular_spec
 from disttensor.dispatch.run import run_off_mesh
 from disttensor.dispatch.writes import mark_written
 from disttensor.errors import name_of
-from disttensor.meta import execute, infer
-from disttensor.pytree import Uncacheable, collect, rebuild, substitute
+from disttensor.meta import execute
+from disttensor.pytree import collect, rebuild, substitute
 from disttensor.random.state import fork_generators, generator_for_one, generator_in
 from disttensor.tensor import views
 from disttensor.tensor.dist_tensor import DistTensor, wrap
@@ -30,6 +28,7 @@ from disttensor.tensor.reshard import resharded_local
 from disttensor.tensor.tensor_meta import describe_tensors
 from disttensor.tensor.versions import count, version
 from disttensor.torch_private import schemas_of, storage_id
+from ops.answer import is_dynamic
 
 Tensor = torch.Tensor
 Function = Callable[..., Any]
@@ -84,22 +83,10 @@ def written_by(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> l
     return found
 
 
-_PLANS_OFF_MESH: Cache[Any, CallPlan] = Cache(4096)  # of gathered calls, by function and key
-
-
 def _gather_off_mesh(func: Function, mesh: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Runs ``gather_and_run`` on a rank off the mesh."""
-    try:
-        key = func, key_of((tuple(args), kwargs), floats=True)
-    except Uncacheable:
-        key = None
     writing = writes(func)
-    plan = _PLANS_OFF_MESH.get(key) if key is not None else None
-    if plan is None:
-        plan = plan_off_mesh(func, mesh, None, args, kwargs, writing)
-        if key is not None:
-            _PLANS_OFF_MESH[key] = plan
-    result = run_off_mesh(plan, args, kwargs)
+    result = run_off_mesh(plan_off_mesh(func, mesh, None, args, kwargs, writing), args, kwargs)
     changed = [] if writing else written_by(func, args, kwargs)
     if changed:
         execute.update_written(func, changed, collect((args, kwargs), []), mesh)
@@ -143,7 +130,7 @@ def gather_and_run(planned: PythonCall, args: Sequence[Any], kwargs: dict[str, A
         own = generator_for_one(mesh, generator)
         args = [own if a is generator else a for a in args]
         kwargs = {k: own if a is generator else a for k, a in kwargs.items()}
-    broadcasts = bool(objects.other_ranks(mesh.root.ranks)) and infer.is_dynamic(func, args, kwargs)
+    broadcasts = bool(objects.other_ranks(mesh.root.ranks)) and is_dynamic(func, args, kwargs)
     sending = objects.send_errors(mesh.root.ranks, mesh.device) if broadcasts else nullcontext()
     try:
         with sending, fork_generators(mesh):

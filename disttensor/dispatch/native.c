@@ -66,7 +66,7 @@
     X(_uses) X(_view_state) X(_reduced) X(aliases) X(origin) \
     X(local_for) X(call) X(mesh) X(device) X(value) X(local) X(reads) X(keywords) X(results) \
     X(template) X(is_view) X(writes) X(order) X(untracked_writes) X(may_reuse) X(native) \
-    X(dtype)
+    X(dtype) X(strides)
 
 static struct {
 #define FIELD(name) PyObject *name;
@@ -354,6 +354,7 @@ typedef struct {
     PyObject *spec, *dtype; /* borrowed from the plan */
     PyObject *arguments;    /* of make_subclass: a tuple */
     PyObject *viewed;       /* off the mesh: the number of the tensor that it is a view of, or None */
+    PyObject *strides;      /* off the mesh: of such a view in one process, or None */
 } Result;
 
 /* A plan as ``run`` needs it. What a plan holds is borrowed from it. */
@@ -477,7 +478,7 @@ set_results(NativePlan *p)
         Result *result = &p->results[i];
         result->spec = PyTuple_GET_ITEM(p->specs, i);
         result->dtype = field(result->spec, state.str.dtype);
-        result->viewed = Py_None;
+        result->viewed = result->strides = Py_None;
         PyObject *meta_tensor = get(state.meta_tensor, result->spec);
         result->arguments = meta_tensor ? PyTuple_Pack(2, state.DistTensor, meta_tensor) : NULL;
         Py_XDECREF(meta_tensor);
@@ -505,8 +506,9 @@ set_template(NativePlan *p, PyObject *template)
         PyObject *out = several ? PySequence_Fast_GET_ITEM(template, i) : template;
         PyObject *number, *shape, *dtype, *same;
         if (!PyTuple_Check(out)
-            || !PyArg_ParseTuple(out, "OOOO!OO", &number, &shape, &dtype, &PyTuple_Type,
-                                 &p->sources, &same, &p->results[i].viewed)) {
+            || !PyArg_ParseTuple(out, "OOOO!OOO", &number, &shape, &dtype, &PyTuple_Type,
+                                 &p->sources, &same, &p->results[i].viewed,
+                                 &p->results[i].strides)) {
             return 0;
         }
     }
@@ -984,12 +986,29 @@ join(const NativePlan *p, PyObject *tensors)
     return Py_XNewRef(joined);
 }
 
+/* Returns whether all tensors are contiguous in one process, as the plan takes for granted. -1: an
+ * error. */
+static int
+have_no_strides(PyObject *tensors)
+{
+    int none = 1;
+    for (Py_ssize_t i = 0; none > 0 && i < PyList_GET_SIZE(tensors); i++) {
+        PyObject *x = PyList_GET_ITEM(tensors, i);
+        PyObject *views = is_dist(x) ? PyObject_GetAttr(x, state.str._view_state) : Py_None;
+        none = !views ? -1 : views == Py_None ? 1 : is_none(views, state.str.strides);
+        if (views && views != Py_None) {
+            Py_DECREF(views);
+        }
+    }
+    return none;
+}
+
 /* Makes the wrappers of a call off the mesh; no kernel runs. NULL without an error: Python runs it. */
 static PyObject *
 run_off_mesh(const NativePlan *p, PyObject *tensors)
 {
     int autocast = is_true(PyObject_CallNoArgs(state.autocast_is_on));
-    PyObject *token = autocast ? NULL : join(p, tensors);
+    PyObject *token = autocast || have_no_strides(tensors) <= 0 ? NULL : join(p, tensors);
     if (!token) {
         return NULL;
     }
@@ -999,8 +1018,8 @@ run_off_mesh(const NativePlan *p, PyObject *tensors)
         PyObject *new = wrap(result, Py_NewRef(token));
         if (new && result->viewed != Py_None) {
             PyObject *base = numbered(tensors, result->viewed);
-            PyObject *args[] = {new, base};
-            PyObject *done = base ? PyObject_Vectorcall(state.share, args, 2, NULL) : NULL;
+            PyObject *args[] = {new, base, result->strides};
+            PyObject *done = base ? PyObject_Vectorcall(state.share, args, 3, NULL) : NULL;
             if (!done) {
                 Py_CLEAR(new);
             }

@@ -27,7 +27,6 @@ from disttensor.comm import compare_programs, lone_failure
 from disttensor.core.spec import DistSpec
 from disttensor.dispatch import dispatch, outputs, run, writes
 from disttensor.dispatch.call_plan import Answer, CallPlan, Origin
-from disttensor.meta.infer import TensorResult
 from disttensor.observe import observers
 from disttensor.tensor import versions, views
 from disttensor.tensor.dist_tensor import DistTensor
@@ -38,6 +37,7 @@ from disttensor.torch_private import (
     modes_see_functions,
     torch_functions_are_seen,
 )
+from ops.answer import TensorResult
 from ops.registry import RULES, Rule
 
 Tensor = torch.Tensor

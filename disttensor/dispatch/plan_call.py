@@ -14,12 +14,12 @@ from disttensor.core.spec import DistSpec
 from disttensor.dispatch.call_plan import CONSTANT, CallPlan, Origin, Read, ReadKind
 from disttensor.dispatch.resolve import RulePlan
 from disttensor.dispatch.writes import is_untracked
-from disttensor.meta import execute, infer
+from disttensor.meta import execute
 from disttensor.pytree import collect
 from disttensor.random.state import IDLE
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.reshard import is_local_relabel
-from disttensor.torch_private import autocast_is_on
+from ops.answer import TensorResult, is_dynamic, surroundings
 
 Tensor = torch.Tensor
 Function = Callable[..., Any]
@@ -45,32 +45,38 @@ def plan_call(plan: RulePlan) -> CallPlan:
     reads = reads_of(plan, args, kwargs)
     is_flat = all(r.kind <= ReadKind.TENSOR for r in reads)
     has_regular = any(r.regular for r in reads)
-    moves = zip(plan.specs, plan.input_specs, strict=True)
+    moved = [
+        w is not None and not is_local_relabel(s, w)
+        for s, w in zip(plan.specs, plan.input_specs, strict=True)
+    ]
+    views = tuple([None if i is None else (i, moved[i]) for i in plan.factors.views])
     is_one = len(plan.output_specs) == 1
     varies = plan.output_specs[0].varies if plan.output_specs else frozenset()
     may_vary = any(n > 1 and a not in varies for a, n in enumerate(mesh.shape))
     stays = is_flat and not (plan.redistributes or plan.any_varying)
-    is_first = len(tensors) == 1 and bool(args) and args[0] is tensors[0]
-    is_simple_view = stays and is_one and is_first
+    is_first = bool(args) and bool(tensors) and args[0] is tensors[0]
+    of_first = is_first and not any(view and view[0] for view in views)
+    is_simple_view = stays and is_one and is_first and len(tensors) == 1
     origin = Origin.NONE
-    if is_view and is_one and not plan.redistributes and (may_vary or not is_simple_view):
+    of_one = is_view and is_one and of_first and not plan.redistributes
+    if of_one and (may_vary or not is_simple_view):
         origin = Origin.VIEW
     elif plan.factors.rematerialize and may_vary and stays:
         origin = Origin.REPEAT
-    sends_shape = infer.is_dynamic(func, args, kwargs) and mesh.root.size < world()[1]
+    sends_shape = is_dynamic(func, args, kwargs) and mesh.root.size < world()[1]
     return CallPlan(
         func, mesh, plan.local_fn(), tuple(plan.specs), reads, tuple(kwargs),
         () if inplace else tuple(plan.output_specs),
         input_specs=tuple(plan.input_specs) if plan.redistributes else (),
         is_view=is_view,
-        is_copy=any(w is not None and not is_local_relabel(s, w) for s, w in moves),
+        views=views,
         origin=origin,
         writes=tuple(plan.factors.targets) if inplace else None,
         untracked_writes=inplace and is_untracked(func),
         broadcasts_shape=sends_shape,
         native=not (
             plan.redistributes or sends_shape or (inplace and not args)
-            or (is_view and is_one and not is_simple_view)
+            or (is_view and ((is_one and not is_simple_view) or not of_first))
             or has_regular or "reduce_first" in options
         ),
         is_simple=(
@@ -133,12 +139,17 @@ def plan_off_mesh(
     ])  # fmt: skip
     draws = (found is not None and found.draws) if draws is None else draws
     template: Any = None if found is None else found.result
-    dtype = autocast_dtype(mesh)
+    variant = _variant(tensors)
+    numbers = [d for d in (o.dtype for o in outs) if d.is_floating_point or d.is_complex]
+    from_tensors = any(t.dtype.is_floating_point or t.dtype.is_complex for t in tensors)
+    by_default = bool(numbers) and not from_tensors  # the default dtype decides
     several: Any = template if type(template) in (tuple, list) else [template]
     values = (*args, *kwargs.values())
     native = (
-        not (writes or draws or "reduce_first" in options) and dtype is None and bool(outs)
-        and all(type(o) is infer.TensorResult and o.same is None for o in several)
+        not (writes or draws or by_default or "reduce_first" in options)
+        and variant == ((*variant[0][:1], None, None), *[None] * len(tensors)) and bool(outs)
+        and all(type(o) is TensorResult and o.same is None for o in several)
+        and all(o.strides is None or o.viewed is not None for o in outs)
         and all(o.sources == outs[0].sources for o in outs)
         and all(type(t) is DistTensor for t in tensors)
         and sum(isinstance(a, Tensor) for a in values) == len(tensors)
@@ -149,26 +160,25 @@ def plan_off_mesh(
         tuple(kwargs), specs, template=template, writes=(0,) if writes else None,
         draws=draws, broadcasts_shape=found is None, native=native, **options,
     )  # fmt: skip
-    plan.autocast[dtype] = plan
+    plan.variants[variant] = plan
     return plan
 
 
-def autocast_dtype(mesh: ProcessMesh) -> torch.dtype | None:
-    """Returns the dtype of autocast on the device type of this mesh; None: autocast is off."""
-    kind = mesh.device.type
-    on = autocast_is_on() and torch.is_autocast_enabled(kind)
-    return torch.get_autocast_dtype(kind) if on else None
-
-
-def plan_under_autocast(plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> CallPlan:
-    """Returns the plan of a call off the mesh under the current autocast, which decides dtypes."""
-    dtype = autocast_dtype(plan.mesh)
-    found = plan.autocast.get(dtype)
+def variant_of(plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> CallPlan:
+    """Returns the plan of a call off the mesh for the present settings of torch and the strides of
+    the arguments."""
+    variant = _variant(collect((args, kwargs), []))
+    found = plan.variants.get(variant)
     if found is None:
         layouts, writes = tuple([s.layout for s in plan.results]), plan.writes is not None
         found = plan_off_mesh(plan.func, plan.mesh, layouts, args, kwargs, writes)
-        plan.autocast[dtype] = found
+        plan.variants[variant] = found
     return found
+
+
+def _variant(tensors: Sequence[Any]) -> Any:
+    states = [t._view_state if type(t) is DistTensor else None for t in tensors]
+    return surroundings(), *[None if s is None else s.strides for s in states]
 
 
 def _by_key(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

@@ -207,7 +207,7 @@ def resolve(
     asked = [substitute(a, arg) for a in args]
     named = {k: substitute(v, arg) for k, v in kwargs.items()}
     try:
-        rule, factors, decision = decide(func, asked, named, given, mesh.shape)
+        rule, factors, decision = decide(func, asked, named, given, mesh.shape, mesh.device.type)
     except NoRule as reason:
         return _without_rule(func, str(reason))
     if decision is not None and own:

@@ -18,7 +18,7 @@ from disttensor.dispatch import reduction_cache, strict
 from disttensor.dispatch.call_plan import Answer, CallPlan, Origin, Planned, Read, ReadKind
 from disttensor.dispatch.outputs import wrap_outputs
 from disttensor.dispatch.pending_grads import needs_reduction, reduce_pending
-from disttensor.dispatch.plan_call import plan_under_autocast
+from disttensor.dispatch.plan_call import variant_of
 from disttensor.dispatch.rematerialize import repeat, versions_of
 from disttensor.dispatch.writes import mark_written
 from disttensor.meta import execute as off_mesh
@@ -115,8 +115,8 @@ def _compute(
     if x is not None and out is x.local:
         return x
     result = wrap_outputs(out, plan.results)
-    if x is not None and plan.is_view:
-        _relate(plan, x, args, given, named, result)
+    if plan.is_view:
+        _relate(plan, args, kwargs, given, named, result)
     elif plan.origin is Origin.REPEAT:
         derive(plan, args, kwargs, result)
     return result
@@ -205,18 +205,23 @@ def _write(plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _relate(
-    plan: CallPlan, x: DistTensor, args: Sequence[Any], given: list[Any], named: Any, result: Any
-) -> None:
-    """Relates the results of a view to the first argument."""
+    plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any], given: list[Any], named: Any,
+    result: Any,
+) -> None:  # fmt: skip
+    """Relates the results of a view to the arguments whose memory they share."""
     is_one = type(result) is DistTensor  # x.split(n) returns a tuple, also of one piece
-    if is_one and plan.origin is Origin.VIEW and x.local.requires_grad and _grad():
-        _derive_view(plan, x, given, named, result)
-    if plan.is_copy:
-        back = partial(_setitem, x, args[1]) if plan.func is Tensor.__getitem__ else None
-        for r in collect(result, []):
+    first = args[0] if is_one and plan.origin is Origin.VIEW else None
+    if type(first) is DistTensor and first.local.requires_grad and _grad():
+        _derive_view(plan, first, given, named, result)
+    tensors = collect((args, kwargs), [])
+    for r, view in zip(collect(result, []), plan.views):  # noqa: B905
+        x = tensors[view[0]] if view is not None else None
+        if type(x) is not DistTensor:
+            continue
+        if view is not None and view[1]:
+            back = partial(_setitem, x, args[1]) if plan.func is Tensor.__getitem__ else None
             views.register_copy(r, x, plan.func, back)
-    elif x._view_state is not None:
-        for r in collect(result, []):
+        elif x._view_state is not None:
             views.inherit_copy(r, x)
 
 
@@ -252,7 +257,7 @@ def derive(plan: CallPlan, args: Sequence[Any], kwargs: Any, result: Any) -> Non
 def run_off_mesh(plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Runs a call on a rank off the mesh."""
     mesh = plan.mesh
-    plan = plan_under_autocast(plan, args, kwargs)
+    plan = variant_of(plan, args, kwargs)
     if plan.draws is True or (plan.draws and not plan.draws(*args, **kwargs)):
         state.draw(mesh, "fast", state.generator_in(args, kwargs))
     if plan.broadcasts_shape:

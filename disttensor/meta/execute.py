@@ -1,7 +1,7 @@
 """Runs calls on a rank off the mesh: metadata and tokens, no memory, no kernel.
 
 The layout of a result comes from the rule, as on ranks of the mesh. Shapes, dtypes and dependencies
-come from ``disttensor.meta.infer``, once per kind of call.
+come from ``ops.answer``, once per kind of call.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from disttensor.autograd import token
 from disttensor.core.mesh import ProcessMesh
 from disttensor.core.spec import DistSpec
 from disttensor.errors import name_of
-from disttensor.meta import infer
 from disttensor.pytree import collect, substitute
 from disttensor.tensor import views
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.tensor_meta import TensorMeta
 from disttensor.tensor.uses import invalidate
 from disttensor.torch_private import DataDependentOutput
+from ops.answer import CallMetadata, Dynamic, TensorResult, answer
 
 Tensor = torch.Tensor
 Function = Callable[..., Any]
@@ -39,11 +39,11 @@ def off_mesh_leaf(spec: DistSpec, requires_grad: bool = False) -> DistTensor:
 
 def metadata_of_results(
     func: Function, mesh: ProcessMesh, args: Sequence[Any], kwargs: Any
-) -> infer.CallMetadata | None:
+) -> CallMetadata | None:
     """Returns the metadata of the results; None if the ranks of the mesh send it."""
     try:
-        return infer.infer_metadata(func, args, kwargs or {})
-    except infer.Dynamic:
+        return answer(func, args, kwargs or {})
+    except Dynamic:
         return None
     except DataDependentOutput:
         raise RuntimeError(
@@ -60,7 +60,7 @@ def fill_results(
     ``tensors``."""
     joined: dict[Any, Tensor] = {}
 
-    def made(out: infer.TensorResult) -> Any:
+    def made(out: TensorResult) -> Any:
         spec = specs[out.number]
         if out.same is not None:
             given = tensors[out.same]
@@ -72,14 +72,12 @@ def fill_results(
             local = joined[out.sources] = token.join(locals_, device)
         new = wrap(local, spec)
         if out.viewed is not None and type(tensors[out.viewed]) is DistTensor:
-            views.register_view(new, tensors[out.viewed])
+            views.register_view(new, tensors[out.viewed], out.strides)
+        elif out.strides is not None:
+            views.view_state(new).strides = out.strides
         return new
 
-    return (
-        made(result)
-        if type(result) is infer.TensorResult
-        else substitute(result, made, infer.TensorResult)
-    )
+    return made(result) if type(result) is TensorResult else substitute(result, made, TensorResult)
 
 
 def refuse_regular(func: Function, mesh: ProcessMesh, tensors: list[Tensor]) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from disttensor.core.layout import Layout
-from disttensor.meta import infer
 from disttensor.random import state
 from disttensor.tensor.dist_tensor import DistTensor, wrap
+from ops.answer import answer
 
 
 def wrap_sparse(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -28,7 +28,7 @@ def wrap_sparse(original: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(tensor, DistTensor):
             return original(tensor, *args, **kwargs)
         if not tensor.is_initialized:
-            if infer.infer_metadata(original, (tensor, *args), kwargs).draws:
+            if answer(original, (tensor, *args), kwargs).draws:
                 state.draw(tensor.spec.mesh, "fast")
             return tensor
         full = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)

@@ -23,7 +23,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from disttensor import callbacks
 from disttensor.autograd import activation_checkpoint, token
-from disttensor.autograd.graph import nodes_of
 from disttensor.autograd.joined_backward import one_backward
 from disttensor.autograd.split_backward import REGION, SplitBackward
 from disttensor.autograd.starts import count_of_graphs, mark_start, node_count
@@ -33,6 +32,7 @@ from disttensor.comm.work import Work
 from disttensor.core.mesh import ProcessMesh
 from disttensor.core.spec import DistSpec
 from disttensor.errors import user_line
+from disttensor.graph_nodes import nodes_of
 from disttensor.pipeline.transfer import Transfer, TransferState, received, sent
 from disttensor.pipeline.unsplit import warn_unsplit
 from disttensor.tensor.backward import run_given, seed

@@ -3,16 +3,42 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import torch
 
+from disttensor.core.mesh import ProcessMesh
 from disttensor.core.spec import DistSpec
 from disttensor.random.distributions import permutation
 from disttensor.random.state import draw, fork_generators
+from disttensor.torch_private import no_dispatch, no_function_mode
 
 _DISTRIBUTIONS = {torch.rand: "uniform", torch.randn: "normal", torch.randint: "integers"}
+_RANDOM = {*_DISTRIBUTIONS, torch.randperm}
 _DRAW_NOTHING = frozenset({torch.zeros, torch.ones, torch.empty, torch.full})
+
+
+def dtype_of(fn: Any, mesh: ProcessMesh, args: Any, dtype: torch.dtype | None) -> torch.dtype:
+    """Returns the dtype of a tensor that the factory ``fn`` makes. Raises torch's errors, on all
+    ranks alike. A function that is not torch's makes ``dtype``, or the default dtype."""
+    numbers = all(isinstance(a, (bool, int, float, complex)) for a in args)
+    if not numbers or fn not in _RANDOM | _DRAW_NOTHING:
+        return dtype or torch.get_default_dtype()
+    return _dtype_of(fn, mesh.device, dtype, torch.get_default_dtype(), *args)
+
+
+@lru_cache(maxsize=1024, typed=True)
+def _dtype_of(
+    fn: Any, device: torch.device, dtype: torch.dtype | None, default: torch.dtype, *args: Any
+) -> torch.dtype:
+    """Asks torch for one element, drawn by a generator that nothing else uses."""
+    own = {"generator": torch.Generator(device)} if fn in _RANDOM else {}
+    size: Any = 1 if fn is torch.randperm else (1,)
+    given = (*args, size) if fn is torch.randint else (size, *args)
+    with no_dispatch(), no_function_mode():
+        made: torch.dtype = fn(*given, dtype=dtype, device=device, **own).dtype
+    return made
 
 
 def make_local(fn: Any, spec: DistSpec, args: Any, kwargs: Any) -> Any:
@@ -25,7 +51,7 @@ def make_local(fn: Any, spec: DistSpec, args: Any, kwargs: Any) -> Any:
     if fn in _DRAW_NOTHING:
         return None
     axes, device = tuple(sorted(spec.layout.sharded)), spec.mesh.device
-    if fn not in _DISTRIBUTIONS and fn is not torch.randperm:
+    if fn not in _RANDOM:
         with fork_generators(spec.mesh, axes):
             return fn(spec.local_shape, *args, dtype=spec.dtype, device=device, **kwargs)
     unknown = [name for name in kwargs if name != "generator"]
@@ -33,8 +59,6 @@ def make_local(fn: Any, spec: DistSpec, args: Any, kwargs: Any) -> Any:
         raise TypeError(f"{fn.__name__} on a mesh: unknown argument {unknown[0]!r}")
     this = draw(spec.mesh, "invariant", kwargs.get("generator"))
     dtype, bounds = spec.dtype, dict[str, int]()
-    if fn in (torch.randint, torch.randperm) and dtype == torch.get_default_dtype():
-        dtype = torch.int64
     if fn is torch.randperm:
         whole = permutation(*this.key, math.prod(spec.shape), device).to(dtype)
         return whole[spec.local_box.slices].clone()

@@ -13,7 +13,6 @@ from disttensor import callbacks
 from disttensor.autograd import token
 from disttensor.autograd.accumulation import RETURNED, backward_context, current_context
 from disttensor.autograd.grad_types import GradType, gradient_type
-from disttensor.autograd.graph import node_of, nodes_of
 from disttensor.autograd.joined_backward import join_present_backward
 from disttensor.autograd.starts import mark_starts
 from disttensor.autograd.tie import TieOutputs
@@ -22,6 +21,7 @@ from disttensor.comm import compare_programs, lone_failure
 from disttensor.comm.process_group import world
 from disttensor.core.layout import Axes
 from disttensor.core.spec import DistSpec
+from disttensor.graph_nodes import node_of, nodes_of
 from disttensor.tensor.base import MeshTensor
 from disttensor.tensor.grad import as_gradient, combine_gradients, grad_spec
 from disttensor.tensor.grad_slot import GradCollector, collector_of

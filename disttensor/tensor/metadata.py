@@ -114,19 +114,22 @@ class Metadata(MeshTensor):
 
     def stride(self, dim: int | None = None) -> Any:
         """Returns the strides of the global tensor, with the order of dims of the local (0 where it
-        repeats).
-
-        A rank off the mesh assumes that the tensor is contiguous.
-        """
+        repeats)."""
         if self.is_initialized:
             strides = global_strides(self.local.stride(), self.spec.local_shape, self.spec.shape)
         else:
-            strides = torch.empty(self.spec.shape, device="meta").stride()
+            state, shape = self._view_state, self.spec.shape
+            own = None if state is None else state.strides
+            strides = torch.empty(shape, device="meta").stride()
+            strides = strides if own is None else global_strides(own, shape, shape)
         return strides if dim is None else strides[dim]
 
     def is_contiguous(self, memory_format: Any = torch.contiguous_format) -> bool:
         if not self.is_initialized:
-            return True
+            state = self._view_state
+            own = self.stride() if state is None or state.strides is None else state.strides
+            empty = torch.empty_strided(self.spec.shape, own, device="meta")
+            return empty.is_contiguous(memory_format=memory_format)
         here, spec = self.local.is_contiguous(memory_format=memory_format), self.spec
         thin = min(spec.local_shape, default=2) <= 1 and spec.local_shape != spec.shape
         if here and thin and memory_format is torch.contiguous_format:

@@ -32,6 +32,7 @@ class ViewState:
     write_back      brings a write to this copy back to its source; None: it would be lost.
     uncounted       True for ``.data``: autograd counts writes to it separately.
     base, views     off the mesh: the tensor whose memory this shares; weak references to its views.
+    strides         off the mesh: of the global tensor in one process; None: it is contiguous.
     """
 
     func: Any = None
@@ -40,6 +41,7 @@ class ViewState:
     uncounted: bool = False
     base: Any = None
     views: list[weakref.ref[Any]] | None = None
+    strides: tuple[int, ...] | None = None
 
 
 # Copies -------------------------------------------------------------------------------------------
@@ -170,13 +172,13 @@ def base_of(x: Any) -> Any:
     return None if state is None else state.base
 
 
-def register_view(view: Any, base: Any) -> None:
+def register_view(view: Any, base: Any, strides: tuple[int, ...] | None = None) -> None:
     """Records that ``view`` shares the memory of ``base`` on ranks of the mesh: a write to one is a
     write to both."""
     while (above := base_of(base)) is not None:
         base = above
     view._view_state = state = ViewState()
-    state.base = base
+    state.base, state.strides = base, strides
     local = base.local
     if local.requires_grad and local.is_leaf:
         return  # it cannot be written to

@@ -17,16 +17,17 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from disttensor.autograd import token
-from disttensor.autograd.graph import nodes_of
 from disttensor.core.spec import DistSpec
 from disttensor.errors import name_of
-from disttensor.meta import execute, infer
+from disttensor.graph_nodes import nodes_of
+from disttensor.meta import execute
 from disttensor.observe import observers
 from disttensor.pytree import CONSTANTS, collect, substitute
 from disttensor.random import state
 from disttensor.tensor import views
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.trace.world_state import Untraceable, world_state
+from ops.answer import TensorResult
 
 Tensor = torch.Tensor
 
@@ -102,7 +103,7 @@ def trace(
         results: list[DistSpec] = []
         kept = set(map(id, own))
 
-        def describe(value: DistTensor) -> infer.TensorResult:
+        def describe(value: DistTensor) -> TensorResult:
             same = numbers.get(id(value))
             if same is None and (
                 value.is_initialized or id(value) in kept or id(value) not in known
@@ -115,16 +116,14 @@ def trace(
             above = None if viewed is None else numbers[id(viewed)]
             sources = () if same is not None else _sources(value, tokens, len(inputs))
             spec = value.spec
-            return infer.TensorResult(
-                len(results) - 1, spec.shape, spec.dtype, sources, same, above
-            )
+            strides = None if value._view_state is None else value._view_state.strides
+            number = len(results) - 1
+            return TensorResult(number, spec.shape, spec.dtype, sources, same, above, strides)
 
         _check(result)
         described = substitute(result, describe, DistTensor)
         one = (
-            type(described) is infer.TensorResult
-            and described.same is None
-            and described.viewed is None
+            type(described) is TensorResult and described.same is None and described.viewed is None
         )
         device = specs[0].mesh.device
         shared = token.no_grad_token(device), token.no_source_token(device)

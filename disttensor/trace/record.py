@@ -27,7 +27,6 @@ from disttensor.comm.compare_programs import CallSignature
 from disttensor.dispatch import dispatch, fallback, writes
 from disttensor.dispatch.call_plan import PythonCall
 from disttensor.errors import name_of
-from disttensor.meta import infer
 from disttensor.observe import Observer
 from disttensor.progress import Advance, bar
 from disttensor.pytree import collect
@@ -52,6 +51,7 @@ from disttensor.trace.torch_functions import (
     permuted,
 )
 from disttensor.trace.world_state import Untraceable, WorldState, world_state
+from ops.answer import is_dynamic
 
 Tensor = torch.Tensor
 Function = Callable[..., Any]
@@ -181,7 +181,7 @@ class CallRecorder(Observer):
             return func(*args, **kwargs)
         self.advance()
         if DistTensor in types:
-            if infer.is_dynamic(func, args, kwargs):
+            if is_dynamic(func, args, kwargs):
                 self.refuse(f"{name_of(func)}: the shape of its result depends on data")
             if func is _SET_DATA:  # changes a wrapper below its class
                 with no_torch_function():

@@ -34,7 +34,7 @@ def select(input: Arg, dim: int, index: int) -> Factors:
             f"select(): index {index} out of range for tensor of size {list(input.shape)} at "
             f"dimension {at}"
         )
-    return moved(input, replaced(input, at), view=True)
+    return moved(input, replaced(input, at))
 
 
 @rule(*named("narrow"), exact=True)
@@ -49,10 +49,10 @@ def narrow(input: Arg, dim: int, start: Any, length: int) -> Factors:
             return lambda input, *more, **words: input.narrow(at, 0, mine)
 
         if start in (0, -size):
-            return moved(input, letters_of(input), view=True, local=local)
+            return moved(input, letters_of(input), local=local)
     if not isinstance(start, int):
         raise NoRule("narrow by a tensor")
-    return moved(input, replaced(input, at, "taken"), {"taken": length}, view=True)
+    return moved(input, replaced(input, at, "taken"), {"taken": length})
 
 
 rule(*named("narrow_copy"), exact=True, doc="as narrow")(copied(narrow))

@@ -157,7 +157,7 @@ def getitem(input: Arg, index: Any) -> Factors:
     return Factors(
         (letters_of(input), *_letters_of_indices(got)), (out,),
         {**dict(enumerate(input.shape)), **dict(got.out)}, {},
-        set(got.whole), linear_terms=FIRST, moves=plain, view=got.index is None, shapes=(shape,),
+        set(got.whole), linear_terms=FIRST, moves=plain, shapes=(shape,),
     )  # fmt: skip
 
 

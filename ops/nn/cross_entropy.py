@@ -88,6 +88,7 @@ def _local(func: Callable[..., Tensor], o: Options) -> Callable[..., Tensor]:
         label_smoothing: float = 0.0,
     ) -> Tensor:  # fmt: skip
         weights = None
+        target = target if o.dense else target.long()  # torch takes uint8 too
         if o.class_axes:
             if not o.dense and weight is not None and weight.requires_grad:
                 raise RuntimeError(

@@ -38,12 +38,12 @@ def cast(input: Arg, dtype: Any) -> Factors:
 
 def alias(input: Arg, *args: Any, **kwargs: Any) -> Factors:
     """elementwise; any Partial passes; may share memory"""
-    return pointwise_factors([input], linear_terms=FIRST, moves=True, view=True)
+    return pointwise_factors([input], linear_terms=FIRST, moves=True)
 
 
 def part_of_complex(input: Arg, **kwargs: Any) -> Factors:
     """elementwise; linear; shares memory"""
-    return pointwise_factors([input], linear_terms=FIRST, view=True)
+    return pointwise_factors([input], linear_terms=FIRST)
 
 
 enter(ALIASES, Rule("alias", alias, pattern="elementwise, any Partial passes"))
@@ -93,7 +93,7 @@ def view_as_real(input: Arg) -> Factors:
     """... -> ... 2"""
     dims = tuple(range(input.ndim))
     out = (*dims, "two")
-    return Factors((dims,), (out,), {"two": 2}, {}, {"two"}, linear_terms=FIRST, view=True)
+    return Factors((dims,), (out,), {"two": 2}, {}, {"two"}, linear_terms=FIRST)
 
 
 @rule(torch.view_as_complex)
@@ -104,7 +104,7 @@ def view_as_complex(input: Arg) -> Factors:
             f"view_as_complex: the last dim holds two numbers, but the shape is {input.shape}"
         )
     dims = tuple(range(input.ndim))
-    return Factors((dims,), (dims[:-1],), linear_terms=FIRST, view=True, local=_pairs)
+    return Factors((dims,), (dims[:-1],), linear_terms=FIRST, local=_pairs)
 
 
 def _pairs(call: Any) -> Any:

@@ -80,7 +80,7 @@ def dropout(linear: bool, default: bool = True) -> Callable[..., Factors]:
         if inplace:
             raise NoRule("inplace=True is the function with _ at its end")
         if not training:
-            return pointwise_factors([input], moves=True, view=True, local=alias)
+            return pointwise_factors([input], moves=True, local=alias)
         return pointwise_factors([input], linear_terms=FIRST if linear else (), local=masked)
 
     return factors

@@ -73,7 +73,7 @@ def diag(input: Arg, diagonal: int = 0) -> Factors:
     if input.ndim == 1:
         n = input.shape[0] + abs(diagonal)
         return moved(input, ("rows", "cols"), {"rows": n, "cols": n})
-    return permute.diagonal(input, diagonal).replace(view=False)
+    return permute.diagonal(input, diagonal)
 
 
 @rule(*named("diag_embed"), exact=True)

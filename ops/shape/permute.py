@@ -23,20 +23,20 @@ def transpose(input: Arg, dim0: int, dim1: int) -> Factors:
     if dims:
         a, b = front(dim0, input.ndim), front(dim1, input.ndim)
         dims[a], dims[b] = dims[b], dims[a]
-    return moved(input, tuple(dims), view=True)
+    return moved(input, tuple(dims))
 
 
 @rule(*named("t"), getter("T"), getter("H"), exact=True, sizes="letters")
 def t(input: Arg, owner: Any = None) -> Factors:
     """the dims in reverse (.T, .H)"""
-    return moved(input, letters_of(input)[::-1], view=True)
+    return moved(input, letters_of(input)[::-1])
 
 
 @rule(*named("adjoint"), getter("mT"), getter("mH"), exact=True, sizes="letters")
 def adjoint(input: Arg, owner: Any = None) -> Factors:
     """the last two dims change places (.mT, .mH)"""
     dims = letters_of(input)
-    return moved(input, (*dims[:-2], *dims[-2:][::-1]), view=True)
+    return moved(input, (*dims[:-2], *dims[-2:][::-1]))
 
 
 @rule(*named("permute"), exact=True, sizes="letters")
@@ -45,7 +45,7 @@ def permute(input: Arg, *dims: Any) -> Factors:
     order = fronts(numbers(dims), input.ndim)
     if sorted(order) != list(range(input.ndim)):
         raise RuntimeError(f"permute(dims): {list(order)} is no order of {input.ndim} dims")
-    return moved(input, order, view=True)
+    return moved(input, order)
 
 
 @rule(*named("movedim", "moveaxis"), exact=True, sizes="letters")
@@ -54,9 +54,7 @@ def movedim(input: Arg, source: Any, destination: Any) -> Factors:
     src, dst = fronts(source, input.ndim), fronts(destination, input.ndim)
     rest = iter(d for d in range(input.ndim) if d not in src)
     at = dict(zip(dst, src, strict=True))
-    return moved(
-        input, tuple(at[d] if d in at else next(rest) for d in range(input.ndim)), view=True
-    )
+    return moved(input, tuple(at[d] if d in at else next(rest) for d in range(input.ndim)))
 
 
 @rule(*named("diagonal"), exact=True)
@@ -66,7 +64,7 @@ def diagonal(input: Arg, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Facto
     rows, cols = input.shape[a], input.shape[b]
     length = max(0, min(rows, cols - offset) if offset >= 0 else min(rows + offset, cols))
     kept = tuple(d for d in range(input.ndim) if d not in (a, b))
-    return moved(input, (*kept, "diagonal"), {"diagonal": length}, view=True)
+    return moved(input, (*kept, "diagonal"), {"diagonal": length})
 
 
 @rule(*named("unfold"), exact=True)
@@ -76,4 +74,4 @@ def unfold(input: Arg, dim: int, size: int, step: int) -> Factors:
     if not input.ndim:
         raise NoRule("unfold of a number")
     sizes: dict[Letter, int] = {"windows": (input.shape[at] - size) // step + 1, "size": size}
-    return moved(input, (*replaced(input, at, "windows"), "size"), sizes, view=True)
+    return moved(input, (*replaced(input, at, "windows"), "size"), sizes)

@@ -88,7 +88,6 @@ def regrouped(input: Arg, sizes: Sequence[int], **options: Any) -> Factors:
         divisible_only=even,
         moves=True,
         shapes=(shape,),
-        view=True,
         independent=set(known),
         **options,
     )

@@ -21,7 +21,7 @@ def cut(input: Arg, dim: int, sizes: Sequence[int]) -> Factors:
     outs = tuple(replaced(input, dim, f"piece{i}") for i in range(len(sizes)))
     known: dict[Letter, int] = {f"piece{i}": s for i, s in enumerate(sizes)}
     known.update(enumerate(input.shape))
-    return Factors((letters_of(input),), outs, known, unsplittable={dim}, moves=True, view=True)
+    return Factors((letters_of(input),), outs, known, unsplittable={dim}, moves=True)
 
 
 @rule(*named("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes"), exact=True)
@@ -87,7 +87,7 @@ def unbind(input: Arg, dim: int = 0) -> Factors:
     at = front(dim, input.ndim)
     outs = (replaced(input, at),) * input.shape[at]
     sizes: dict[Letter, int] = dict(enumerate(input.shape))
-    return Factors((letters_of(input),), outs, sizes, {}, {at}, moves=True, view=True)
+    return Factors((letters_of(input),), outs, sizes, {}, {at}, moves=True)
 
 
 @rule(F.glu)

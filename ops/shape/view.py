@@ -69,7 +69,7 @@ def view(input: Arg, *shape: Any) -> Factors:
     if isinstance(kind, torch.dtype):
         if input.dtype is None or kind.itemsize != input.dtype.itemsize:
             raise NoRule("view as a dtype of another size")
-        return moved(input, letters_of(input), moves=False, view=True)
+        return moved(input, letters_of(input), moves=False)
     return regrouped(input, numbers(shape), local=local_view)
 
 
@@ -129,7 +129,7 @@ def squeeze(input: Arg, *dim: Any) -> Factors:
     def local(call: Any) -> Local:
         return (lambda input, *dim, **words: input.squeeze(gone)) if needed(call) else call.func
 
-    return Factors((ins,), (out,), moves=True, view=True, local=local)
+    return Factors((ins,), (out,), moves=True, local=local)
 
 
 @rule(*named("unsqueeze"), exact=True)
@@ -137,7 +137,7 @@ def unsqueeze(input: Arg, dim: int) -> Factors:
     """a new dim of size 1"""
     at = front(dim, input.ndim + 1)
     dims = letters_of(input)
-    return moved(input, (*dims[:at], None, *dims[at:]), view=True)
+    return moved(input, (*dims[:at], None, *dims[at:]))
 
 
 def expanded(input: Arg, sizes: tuple[int, ...]) -> Factors:
@@ -156,9 +156,7 @@ def expanded(input: Arg, sizes: tuple[int, ...]) -> Factors:
                 )
             ins.append(d if kept else None)
         out.append(d if kept else None)
-    return Factors(
-        (tuple(ins),), (tuple(out),), moves=True, shapes=(shape,), local=local_expand, view=True
-    )
+    return Factors((tuple(ins),), (tuple(out),), moves=True, shapes=(shape,), local=local_expand)
 
 
 @rule(*named("expand", "broadcast_to"), exact=True)
@@ -182,13 +180,13 @@ def contiguous(input: Arg, memory_format: Any = torch.contiguous_format) -> Fact
         return own_memory(call, call.func, always=True) if plain else call.func
 
     letters = letters_of(input)
-    return moved(input, letters, view=True, local=local, independent=set(letters))
+    return moved(input, letters, local=local, independent=set(letters))
 
 
 @rule(*named("detach", "alias"), exact=True)
 def same(input: Arg, **words: Any) -> Factors:
     """every dim passes through; the result shares the memory"""
-    return moved(input, letters_of(input), view=True)
+    return moved(input, letters_of(input))
 
 
 @rule(*named("clone", "detach_copy"), exact=True)

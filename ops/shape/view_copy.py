@@ -32,7 +32,7 @@ def copied(seen: Callable[..., Factors]) -> Callable[..., Factors]:
             run = call.func if inner is None else inner(call)
             return lambda *args, **kwargs: _own(run(*args, **kwargs))
 
-        return f.replace(view=False, local=local)
+        return f.replace(local=local)
 
     return factors
 
@@ -52,7 +52,7 @@ def _at_least(n: int) -> Callable[..., Factors]:
     def factors(*tensors: Any) -> Factors:
         if len(tensors) != 1 or not isinstance(tensors[0], Arg):
             raise NoRule("several tensors")
-        return moved(tensors[0], at_least(tensors[0], n), view=True)
+        return moved(tensors[0], at_least(tensors[0], n))
 
     return factors
 

@@ -38,7 +38,7 @@ def decided(func: Any, args: Any, key: Any) -> Any:
     """What ``resolve`` says of a call: specs, or the error."""
     try:
         plan = resolve.resolve(func, args, {}, key).plan
-    except (RuntimeError, IndexError) as error:
+    except (RuntimeError, IndexError, ValueError) as error:
         return type(error), str(error)
     return plan and (
         plan.input_specs, plan.varying_axes, plan.output_specs, plan.shapes, plan.decision.split

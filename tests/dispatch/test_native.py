@@ -30,11 +30,11 @@ from disttensor.comm import compare_programs, p2p
 from disttensor.core.spec import spec_of
 from disttensor.dispatch import dispatch, native
 from disttensor.dispatch.call_plan import CONSTANT, Answer, CallPlan, PythonCall, Read, ReadKind
-from disttensor.meta.infer import TensorResult
 from disttensor.pipeline.micro_batch_graph import MicroBatchGraph
 from disttensor.random import counter
 from disttensor.tensor import grad_sync, versions, views
 from disttensor.tensor.uses import origin_of
+from ops.answer import TensorResult
 from ops.registry import RULES
 from tests.support.pool import fake_world
 
@@ -1087,7 +1087,7 @@ def test_a_plan_of_another_form_is_not_followed(mesh: dt.ProcessMesh) -> None:
     good = CallPlan(
         torch.relu, mesh, torch.relu, (x.spec,), (one,), (), (x.spec,), native=True
     )  # fmt: skip
-    out = TensorResult(0, x.spec.shape, x.spec.dtype, (0,), None, None)
+    out = TensorResult(0, x.spec.shape, x.spec.dtype, (0,), None, None, None)
     off_mesh = replace(good, local=None, template=out)
     wrong: list[Any] = [
         replace(good, native=False), replace(good, reads=(one,) * 30), replace(good, reads=None),

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from disttensor.meta import infer
+from disttensor.pytree import substitute
 from disttensor.torch_private import TorchDispatchMode
+from ops import answer as infer
 
 X, W, V = torch.randn(4, 6), torch.randn(6, 6), torch.randn(6)
 IDS, MASK = torch.tensor([1, 0, 3]), torch.tensor([True, False, True, True])
@@ -47,6 +48,11 @@ BY_FAKES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 }
 
 
+def find(func: Callable[..., Any], args: Any, kwargs: Any) -> infer.CallMetadata:
+    """The answer, without the answers that are kept."""
+    return infer._find(func, *substitute((args, kwargs), infer.bare))
+
+
 class Seen(TorchDispatchMode):
     """A mode of somebody else's, as of one who counts kernels."""
 
@@ -73,10 +79,10 @@ def test_tensors_without_a_device_say_what_fakes_say(
 
     monkeypatch.setattr(infer, "_run", noted)
     with Seen() as seen:
-        found = infer._find(func, args, kwargs)
+        found = find(func, args, kwargs)
     assert modes == [True] + [False] * found.draws and (found.draws or not seen.calls)
     monkeypatch.setattr(infer, "_on_meta", lambda *_: False)
-    assert infer._find(func, args, kwargs) == found
+    assert find(func, args, kwargs) == found
     assert found.draws is (name in ("attention", "dropout", "bernoulli"))
 
 
@@ -89,10 +95,10 @@ def test_what_depends_on_device_or_data_is_left_to_fakes(name: str) -> None:
 
 def test_autocast_is_that_of_the_device() -> None:
     with torch.autocast("cpu", torch.bfloat16):
-        assert infer._find(F.linear, (X, W), {}).outs[0].dtype == torch.bfloat16
-    assert infer._find(F.linear, (X, W), {}).outs[0].dtype == torch.float32
+        assert find(F.linear, (X, W), {}).outs[0].dtype == torch.bfloat16
+    assert find(F.linear, (X, W), {}).outs[0].dtype == torch.float32
 
 
 def test_an_answer_about_the_device_is_that_of_the_device() -> None:
-    assert infer._find(Tensor.get_device, (X,), {}).result == X.get_device()
-    assert infer._find(torch.is_complex, (X,), {}).result is False
+    assert find(Tensor.get_device, (X,), {}).result == X.get_device()
+    assert find(torch.is_complex, (X,), {}).result is False

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from disttensor.core.placement import Replicate, Shard
-from ops import RULES, Arg, infer
+from ops import Arg, infer
+from ops.infer import decide
 from tests.support.simulate import check_rule
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated")
@@ -151,5 +152,5 @@ def test_bags_of_different_lengths_split_the_columns() -> None:
 
 def test_copies_share_no_memory() -> None:
     x = Arg((5, 6), [S(0)], torch.float64).placed(1, 0)
-    assert RULES[torch.t].factors(x).view
-    assert not RULES[torch.t_copy].factors(x).view
+    assert decide(torch.t, [x], {}, [x], (2,))[1].views == (0,)
+    assert not decide(torch.t_copy, [x], {}, [x], (2,))[1].view

@@ -44,7 +44,11 @@ CALLS: dict[str, tuple[Any, list[tuple[int, ...]], tuple[Any, ...]]] = {
     "index_copy": (torch.index_copy, [(12, 8), (4,), (4, 8)], ()),
     "embedding": (F.embedding, [(4, 12), (20, 8)], ()),
 }
-NUMBERS = {"take_along_dim": 1, "scatter_add": 1, "index_copy": 1, "embedding": 0}  # no floats
+# arguments that are no floats
+DTYPES = {
+    ("take_along_dim", 1): torch.int64, ("scatter_add", 1): torch.int64,
+    ("index_copy", 1): torch.int64, ("embedding", 0): torch.int64, ("where", 0): torch.bool,
+}  # fmt: skip
 
 
 def asked(name: str, args: list[Arg]) -> tuple[Any, tuple[Any, ...]]:
@@ -153,7 +157,7 @@ def test_nothing_that_a_rule_allows_moves_fewer_bytes(
     every = list(itertools.product(*placements))
     for case in rng.sample(every, min(len(every), 128)):
         args = [
-            Arg(s, p, torch.int64 if NUMBERS.get(name) == i else torch.float32).placed(len(mesh), i)
+            Arg(s, p, DTYPES.get((name, i), torch.float32)).placed(len(mesh), i)
             for i, (s, p) in enumerate(zip(shapes, case, strict=True))
         ]
         func, call = asked(name, args)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from disttensor.autograd.graph import node_of, nodes_of
+from disttensor.graph_nodes import node_of, nodes_of
 from disttensor.torch_private import next_node
 
 

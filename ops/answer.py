@@ -1,13 +1,14 @@
-"""Infers the results of a call without computing them: runs the function once on tensors without
-data, of the global shapes.
+"""Torch's answer about a call: the results of a function, or its error, without the data.
 
-These tensors are on torch's ``meta`` device if that suffices, as its kernels are C++. Fake tensors
+``answer`` runs the function once on tensors without data, of the global shapes. It finds shapes,
+dtypes and strides, the arguments on which each result depends (for gradients), the arguments whose
+memory it shares, and whether the call draws random numbers, which all ranks count. A rank off the
+mesh has no other information about a call, and a rank with an empty piece has no other way to see
+what torch does with the global tensor.
+
+The tensors are on torch's ``meta`` device if that suffices, as its kernels are C++. Fake tensors
 are used if that raises an error, or if the result may depend on the device, on data or on autocast.
 They take several times as long and import torch's compiler.
-
-A rank off the mesh has no other information about a call. The run finds shapes and dtypes, the
-arguments on which each result depends (for gradients), the arguments whose memory it shares, and
-whether the call draws random numbers, which all ranks count.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from disttensor.autograd.graph import nodes_of
 from disttensor.cache import Cache
 from disttensor.errors import name_of
+from disttensor.graph_nodes import nodes_of
 from disttensor.pytree import Uncacheable, collect, key_of_contents, rebuild, substitute
 from disttensor.torch_private import (
     DataDependentOutput,
@@ -31,8 +32,10 @@ from disttensor.torch_private import (
     no_dispatch,
     storage_id,
 )
+from ops.factors import Arg
 
 Tensor = torch.Tensor
+KNOWN: Cache[Any, Any] = Cache(16384, lasting=True)  # key of a question -> the answer
 
 
 class Dynamic(Exception):
@@ -40,8 +43,13 @@ class Dynamic(Exception):
 
 
 class TensorResult(NamedTuple):
-    """A tensor of the result. ``sources``: numbers of the tensor arguments on which it depends;
-    ``same``: the argument that it is; ``viewed``: the argument whose memory it shares."""
+    """A tensor of the result.
+
+    sources  numbers of the tensor arguments on which it depends differentiably.
+    same     number of the argument that it is; None: it is a new tensor.
+    viewed   number of the argument whose memory it shares, or None.
+    strides  None: it is contiguous.
+    """
 
     number: int
     shape: torch.Size
@@ -49,6 +57,7 @@ class TensorResult(NamedTuple):
     sources: tuple[int, ...]
     same: int | None
     viewed: int | None
+    strides: tuple[int, ...] | None
 
 
 class CallMetadata(NamedTuple):
@@ -58,6 +67,19 @@ class CallMetadata(NamedTuple):
     result: Any
     outs: list[TensorResult]
     draws: bool
+
+
+class Bare(NamedTuple):
+    """The facts about a tensor argument on which an answer depends. ``strides``: None: it is
+    contiguous."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    strides: tuple[int, ...] | None
+
+
+TENSORS: Any = (Tensor, Arg, Bare)
 
 
 class _DrawDetector(TorchDispatchMode):
@@ -88,42 +110,61 @@ _MASKS = (torch.bool, torch.uint8)
 _INDEXING = (Tensor.__getitem__, Tensor.__setitem__)
 
 
-def infer_metadata(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> CallMetadata:
-    """Runs ``func`` on fakes of the tensors in ``args`` and ``kwargs`` (anything with shape, dtype
-    and device).
+def answer(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> CallMetadata:
+    """Returns the results of a call. Tensors among the arguments are Args, or tensors with or
+    without data.
 
-    Raises Dynamic if the shape depends on data, and the function's own errors. Results of torch's
-    functions are cached, as each mesh needs the same.
+    Raises Dynamic if a shape depends on data, and the errors of ``func``. Answers of functions of
+    torch are kept: each mesh needs the same. Functions of others are asked each time.
     """
-    try:
-        key = func, key_of_contents((args, kwargs), _key), *_around()
-    except Uncacheable:
-        return _find(func, args, kwargs)
-    known = _known.get(key) if _is_torch(func) else None
+    args, kwargs = substitute((tuple(args), kwargs), bare, TENSORS)
+    key = key_of_call(func, args, kwargs, surroundings())
+    known: CallMetadata | None = None if key is None else KNOWN.get(key)
     if known is None:
         known = _find(func, args, kwargs)
-        if _is_torch(func):
-            _known[key] = known
+        if key is not None:
+            KNOWN[key] = known
     return known
 
 
-_known: Cache[Any, CallMetadata] = Cache(4096, lasting=True)
+def bare(x: Any) -> Bare:
+    """Returns the facts about a tensor or an Arg. A tensor off the mesh keeps its strides in the
+    state of its views."""
+    if isinstance(x, Bare):
+        return x
+    state = getattr(x, "_view_state", None)
+    device = getattr(x, "device", _CPU)
+    return Bare(
+        tuple(x.shape), x.dtype or torch.float32, device, None if state is None else state.strides
+    )
 
 
-def _key(x: Tensor) -> Any:
-    return Tensor, tuple(x.shape), x.dtype, x.device
+_CPU = torch.device("cpu")
 
 
-def _is_torch(func: Any) -> bool:
-    """Returns False for functions of this package, which may depend on a mesh."""
+def key_of_call(func: Any, args: Any, kwargs: Any, around: Any) -> Any:
+    """Returns the key of an answer; None if it must not be kept."""
+    if not is_torch(func):
+        return None
+    try:
+        return func, key_of_contents((args, kwargs), _itself, Bare), around
+    except Uncacheable:
+        return None
+
+
+def _itself(x: Any) -> Any:
+    return x
+
+
+def is_torch(func: Any) -> bool:
+    """Returns False for functions of this package or of users, which may depend on a mesh."""
     module = getattr(func, "__module__", None)
     return module is None or module.partition(".")[0] == "torch"
 
 
-def _around() -> tuple[Any, ...]:
-    """Returns state outside of a call on which dtypes depend."""
+def surroundings() -> tuple[Any, ...]:
+    """Returns the settings of torch on which dtypes depend: the default dtype, and the dtype of
+    autocast of each device (None: it is off)."""
     casts = [
         torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         for kind in ("cpu", "cuda")
@@ -132,7 +173,7 @@ def _around() -> tuple[Any, ...]:
 
 
 def _find(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> CallMetadata:
-    tensors = collect((tuple(args), kwargs), [])
+    tensors = collect((args, kwargs), [], Bare)
     every = [i for i, t in enumerate(tensors) if t.dtype.is_floating_point or t.dtype.is_complex]
     if _on_meta(func, args, kwargs, tensors):
         with suppress(Exception):  # no such kernel, or an error: fakes show which
@@ -147,16 +188,15 @@ def _find(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
         raise
     except Dynamic:
         raise
-    except (
-        Exception
-    ):  # some inputs must not require grad (running statistics), or none may: no result does then
-        bare = _run(func, args, kwargs, ())
+    except Exception:
+        # some inputs must not require grad (running statistics), or none may: no result does then
+        alone = _run(func, args, kwargs, ())
         taken = [i for i in every if _takes(func, args, kwargs, i)]
-        return _run(func, args, kwargs, taken) if taken else bare
+        return _run(func, args, kwargs, taken) if taken else alone
 
 
 def _on_meta(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Tensor]
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Bare]
 ) -> bool:
     """Returns True if tensors on the ``meta`` device suffice, unless they raise an error."""
     values = (*args, *kwargs.values())
@@ -167,7 +207,7 @@ def _on_meta(
         and not by_mask(func, args)
         and all(t.device == tensors[0].device for t in tensors)
         and not any(isinstance(v, (torch.device, str)) for v in values)
-        and _around()[1:] == (None, None)
+        and surroundings()[1:] == (None, None)
     )
 
 
@@ -176,7 +216,7 @@ def _makes_nothing(func: Any) -> bool:
     may make some on the default device, and draw there, as ``nn.init`` does."""
     if isinstance(func, FunctionType):
         return func.__module__ == "torch.nn.functional"
-    return _is_torch(func)
+    return is_torch(func)
 
 
 class _Other(Exception):
@@ -206,17 +246,17 @@ def _run(
     leaves: list[Tensor] = []
     fakes: list[Tensor] = []
 
-    def fake(t: Tensor) -> Any:
+    def fake(t: Bare) -> Any:
         with no_dispatch() if on_meta else nullcontext():
-            device = "meta" if on_meta else t.device
-            leaf = torch.empty(tuple(t.shape), dtype=t.dtype, device=device)
+            leaf = without_data(t, "meta" if on_meta else t.device)
         differentiable = len(leaves) in needing
         leaves.append(leaf.requires_grad_(differentiable))
-        number = leaves[1:] and t.ndim == 0 and func in _INDEXING
+        number = leaves[1:] and not t.shape and func in _INDEXING
         if number and not t.dtype.is_floating_point and t.dtype not in _MASKS:
             fakes.append(leaf)
             return 0  # torch would read the number, on which the metadata does not depend
-        fakes.append(leaf.clone() if differentiable else leaf)  # not a leaf: it may be written to
+        x = leaf.clone() if differentiable else leaf  # not a leaf: it may be written to
+        fakes.append(x if t.strides is None else x.as_strided(t.shape, t.strides))
         return fakes[-1]
 
     try:
@@ -228,7 +268,7 @@ def _run(
             torch.set_grad_enabled(bool(needing)),
             _hidden(),
         ):
-            call = substitute(tuple(args), fake), substitute(dict(kwargs), fake)
+            call = substitute((tuple(args), kwargs), fake, Bare)
             result = func(*call[0], **call[1])
     except DynamicOutputShape:
         raise Dynamic(name_of(func)) from None
@@ -248,6 +288,7 @@ def _run(
                     _reached(value, leaves),
                     same,
                     owners.get(storage_id(value.untyped_storage())),
+                    None if value.is_contiguous() else value.stride(),
                 )
             )
             return outs[-1]
@@ -258,6 +299,15 @@ def _run(
         return value
 
     return CallMetadata(describe(result), outs, seeded.drew)
+
+
+def without_data(x: Bare, device: Any) -> Tensor:
+    """Returns the memory of a tensor without data, on ``meta`` or inside of a fake mode. With
+    strides it is flat."""
+    shape: Any = x.shape
+    if x.strides is not None:
+        shape = 1 + sum(n * max(0, s - 1) for n, s in zip(x.strides, x.shape, strict=True))
+    return torch.empty(shape, dtype=x.dtype, device=device)
 
 
 def _reached(value: Tensor, leaves: list[Tensor]) -> tuple[int, ...]:
@@ -273,7 +323,8 @@ def named_dynamic(func: Callable[..., Any]) -> bool:
 def by_mask(func: Callable[..., Any], args: Sequence[Any]) -> bool:
     """Returns True if it indexes with a mask."""
     name = getattr(func, "__name__", "").strip("_")
-    return name == "getitem" and any(t.dtype in _MASKS for t in collect(args[1:], []))
+    indices = collect(args[1:], [], TENSORS) if name == "getitem" else ()
+    return any(t.dtype in _MASKS for t in indices)
 
 
 def is_dynamic(func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> bool:
@@ -282,7 +333,7 @@ def is_dynamic(func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> bo
     if not by_mask(func, args) and not named_dynamic(func):
         return False
     try:
-        infer_metadata(func, args, kwargs or {})
+        answer(func, args, kwargs or {})
     except Dynamic:
         return True
     except Exception:

@@ -1,0 +1,216 @@
+"""Checks the arguments of a call on all ranks alike, before anything is sent, by torch itself.
+
+Torch's kernels check a piece, which may be empty on one rank, or whole where the global tensor is
+split. So a rank could raise an error that other ranks do not see. ``check_call`` asks torch twice
+when a call is planned, with no data and no gradients:
+
+- the function on ``meta`` tensors of the global shapes: shapes, dims, aliasing. It is not asked if
+  the letters of the rule say that the call is elementwise.
+- the function on tensors with one element along each dim that may be split: dtypes. Kernels for
+  ``meta`` accept other dtypes than the kernels of the device, and a kernel without an element
+  accepts all dtypes.
+
+The answer of a rule's own function is that of the torch function which it replaces.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from disttensor.pytree import collect, substitute
+from disttensor.torch_private import (
+    TorchDispatchMode,
+    autocast_is_on,
+    no_dispatch,
+    no_function_mode,
+    storage_id,
+)
+from ops.answer import KNOWN, TENSORS, Bare, bare, is_torch, key_of_call, surroundings
+from ops.empty_pieces import ANYWHERE
+from ops.factors import Arg, Factors
+
+Tensor = torch.Tensor
+Function = Callable[..., Any]
+
+_REFUSALS = {RuntimeError, TypeError, ValueError, IndexError, NotImplementedError}
+_NO_ANSWER = re.compile("meta|fake|generator|cuda|data-dependent", re.IGNORECASE)
+_OF_KERNELS = re.compile(  # errors that no kernel for ``meta`` raises, or not in these cases
+    "not implemented for|scalar type|dtype|can't be cast|result type|floating point|boolean|complex"
+    "|multiple times|non-zero size"
+)
+_MOST = 1 << 16  # elements of the tensors of the second question
+
+
+class Shared(NamedTuple):
+    """``shapes`` and ``dtypes`` of the results (without autocast); ``views``: for each result the
+    number of the tensor argument whose memory it shares, or None."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    views: tuple[int | None, ...]
+
+
+class _Draws(Exception):
+    """Raised where a call would draw random numbers."""
+
+
+class _NoDraws(TorchDispatchMode):
+    """Raises _Draws instead of drawing from the generator of the process."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise _Draws
+        with no_dispatch():
+            return func(*args, **(kwargs or {}))
+
+
+def check_call(
+    func: Function, args: Sequence[Any], kwargs: dict[str, Any], factors: Factors | None = None,
+    device: str = "cpu",
+) -> Shared | None:  # fmt: skip
+    """Raises torch's error if torch refuses such a call. Returns None if torch cannot say without
+    the data, or if the function is not torch's.
+
+    Args:
+        args, kwargs: with an Arg for each tensor.
+        factors: of the call; None: the rule does not cover it, or has raised an error.
+        device: the type of the device of the mesh.
+    """
+    unknown = any(x.dtype is None for x in collect((args, kwargs), [], Arg))
+    if unknown or not is_torch(func) or _is_private(func):
+        return None
+    elementwise = factors is not None and _is_elementwise(factors)
+    found = None if elementwise else shared_without_data(func, args, kwargs)
+    sizes = iter(_one_element(factors, collect((args, kwargs), [], Arg)))
+
+    def small(x: Arg) -> Bare:
+        return Bare(next(sizes), x.dtype or torch.float32, torch.device(device), None)
+
+    args, kwargs = substitute((tuple(args), kwargs), small, Arg)
+    given = {x.dtype for x in collect((args, kwargs), [], Bare) if x.dtype.is_floating_point}
+    own = factors is not None and factors.local is not None and factors.local not in ANYWHERE
+    if own and len(given) > 1:
+        return found  # the rule's own function may join the dtypes
+    of_one = _asked(func, args, kwargs, surroundings(), _ones if elementwise else _indices)
+    return found or of_one
+
+
+def shared_without_data(func: Function, args: Sequence[Any], kwargs: Any) -> Shared | None:
+    """Returns the answer of torch for tensors on ``meta``. Raises torch's error. Autocast, which
+    joins dtypes, does not see these tensors: they have one dtype instead."""
+    casts = autocast_is_on()
+
+    def without_data(x: Any) -> Bare:
+        found = bare(x)
+        joined = casts and found.dtype.is_floating_point
+        return found._replace(dtype=torch.float32) if joined else found
+
+    args, kwargs = substitute((tuple(args), kwargs), without_data, TENSORS)
+    return _asked(func, args, kwargs, torch.get_default_dtype(), _empty)
+
+
+def _asked(
+    func: Function, args: Any, kwargs: Any, around: Any, make: Callable[[Bare], Tensor]
+) -> Shared | None:
+    key = key_of_call(func, args, kwargs, (make, around))
+    if key is not None and key in KNOWN:
+        known: Shared | None = KNOWN[key]
+        return known
+    given: list[Tensor] = []
+
+    def made(x: Bare) -> Tensor:
+        given.append(make(x))
+        return given[-1]
+
+    with (
+        no_function_mode(), torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings()
+    ):  # fmt: skip
+        warnings.simplefilter("ignore")  # the call itself warns
+        with no_dispatch():
+            args, kwargs = substitute((args, kwargs), made, Bare)
+        try:
+            with no_dispatch() if make is _empty else _NoDraws():
+                out = func(*args, **kwargs)
+            found = _shared(out, given)
+        except Exception as error:
+            text = str(error)
+            told = type(error) in _REFUSALS and not _NO_ANSWER.search(text)
+            of_kernel = _OF_KERNELS.search(text) is not None
+            if told and (make is _ones or of_kernel is (make is _indices)):
+                raise type(error)(text) from None
+            found = None
+    if key is not None:
+        KNOWN[key] = found
+    return found
+
+
+def _shared(out: Any, given: list[Tensor]) -> Shared:
+    results = collect(out, [])
+    owners = {storage_id(t.untyped_storage()): i for i, t in reversed(list(enumerate(given)))}
+    return Shared(
+        tuple([tuple(t.shape) for t in results]),
+        tuple([t.dtype for t in results]),
+        tuple([owners.get(storage_id(t.untyped_storage())) for t in results]),
+    )
+
+
+def _empty(x: Bare) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device="meta")
+
+
+def _ones(x: Bare) -> Tensor:
+    """Returns a tensor of values that elementwise functions accept."""
+    return torch.full(x.shape, 1.0, device=x.device).to(x.dtype)
+
+
+def _indices(x: Bare) -> Tensor:
+    """Returns a tensor of values that most functions accept: 1, and index 0."""
+    inexact = x.dtype.is_floating_point or x.dtype.is_complex or x.dtype is torch.bool
+    return torch.full(x.shape, 1.0 if inexact else 0.0, device=x.device).to(x.dtype)
+
+
+def _is_private(func: Function) -> bool:
+    """Returns True for functions of which torch promises nothing: their ``meta`` kernels may accept
+    less than others."""
+    name = getattr(func, "__name__", "_")
+    return name.startswith("_") and not name.endswith("__")
+
+
+def _is_elementwise(f: Factors) -> bool:
+    """Returns True if the letters are those of broadcasting, and no letter is treated in a way of
+    its own: the shapes are right if the rule has raised no error."""
+    if f.local or f.reduced or f.unsplittable or f.shapes or f.per_item or not f.outputs:
+        return False
+    n = len(f.outputs[0])
+    every = tuple(range(n))
+    return all(dims == every for dims in f.outputs) and all(
+        x is None or x == d for dims in f.inputs for d, x in enumerate(dims, n - len(dims))
+    )
+
+
+def _one_element(f: Factors | None, tensors: Sequence[Arg]) -> list[tuple[int, ...]]:
+    """Returns shapes of small tensors of the same call: one element along each dim that may be
+    split, and if the tensors would be large, along each dim."""
+    shapes = [t.shape for t in tensors]
+    if f is not None:
+        whole = {None, *f.unsplittable}
+        shapes = [
+            tuple([n if x in whole else min(n, 1) for x, n in zip(dims, t.shape, strict=True)])
+            for dims, t in zip(f.inputs, tensors, strict=True)
+        ]
+    if sum(map(_numel, shapes)) > _MOST:
+        shapes = [tuple([min(n, 1) for n in t.shape]) for t in tensors]
+    return shapes
+
+
+def _numel(shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel()
