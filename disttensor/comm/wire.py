@@ -57,7 +57,8 @@ def match_shapes(one: Tensor, all_: Tensor) -> tuple[Tensor, Tensor]:
 def check_memory(kind: str, x: Tensor, op: str = "") -> Tensor:
     """Returns x, detached. Raises if its memory cannot be sent (with ``op``: reduced) directly."""
     has_memory = x.is_contiguous() and not (x.is_conj() or x.is_neg() or x._is_zerotensor())
-    if not has_memory or (op and x.dtype not in NATIVE):
+    encoded = x.dtype not in NATIVE or (op in ("max", "min") and x.dtype.is_floating_point)
+    if not has_memory or (op and encoded):
         raise CommError(
             f"{kind} in place or into a given tensor sends memory as it is: contiguous, and for a "
             f"reduction of a dtype that every backend reduces, not {x.dtype} of strides "
@@ -92,6 +93,9 @@ def encode(x: Tensor, op: str) -> tuple[Tensor, Callable[[Tensor], Tensor] | Non
             raise CommError(f"reducing complex numbers with {op!r} has no meaning on the wire")
         return torch.view_as_real(x), torch.view_as_complex
     _check_average(x, op)
+    if op in ("max", "min") and dtype.is_floating_point:
+        wide = x if dtype == torch.float64 else x.float()
+        return as_ordered(wide, op), lambda t: from_ordered(t).to(dtype)
     if op in ("any", "all"):
         wire = (x if dtype == torch.bool else x != 0).to(torch.uint8)
     elif dtype == torch.bool:
@@ -101,6 +105,22 @@ def encode(x: Tensor, op: str) -> tuple[Tensor, Callable[[Tensor], Tensor] | Non
     else:
         return x, None
     return wire, lambda t: t.to(dtype)
+
+
+def as_ordered(x: Tensor, op: str) -> Tensor:
+    """Returns integers in the order of the floats, with NaN as the largest for "max" and as the
+    smallest for "min". Backends compare floats, and lose a NaN that is not on the first rank."""
+    bits = x.view(torch.int64 if x.dtype == torch.float64 else torch.int32)
+    info = torch.iinfo(bits.dtype)
+    ordered = bits ^ ((bits >> (info.bits - 1)) & info.max)
+    return ordered.masked_fill_(x.isnan(), info.max if op == "max" else info.min)
+
+
+def from_ordered(ordered: Tensor) -> Tensor:
+    """Returns the floats of ``as_ordered``."""
+    info = torch.iinfo(ordered.dtype)
+    bits = ordered ^ ((ordered >> (info.bits - 1)) & info.max)
+    return bits.view(torch.float64 if info.bits == 64 else torch.float32)
 
 
 def factors(op: str, n: int, dtype: torch.dtype) -> tuple[float, float]:

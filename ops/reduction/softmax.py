@@ -21,7 +21,7 @@ Tensor = torch.Tensor
 
 def maximum(call: LocalCall, x: Tensor, gone: tuple[int, ...], axes: Axes) -> Tensor:
     """Returns the maximum over all ranks, which is subtracted before exp, with reduced dims kept
-    and without a gradient. A NaN may be lost here, but not in the sum that follows."""
+    and without a gradient."""
     return call.collectives.all_reduce(local_extreme(x.detach(), gone, True), "max", axes)
 
 

@@ -1,4 +1,5 @@
-"""Sums and averages near the limits of a dtype, and by what factors fp16 stays between them."""
+"""Sums and averages near the limits of a dtype, by what factors fp16 stays between them; NaN in
+max and min."""
 
 from __future__ import annotations
 
@@ -7,8 +8,10 @@ import math
 import pytest
 import torch
 
+import disttensor as dt
 from disttensor.comm import collectives, wire
 from disttensor.core.mesh import ProcessMesh
+from tests.support.oracle import line
 from tests.support.pool import fake_world, on_ranks
 
 HALF = torch.float16
@@ -140,3 +143,42 @@ def gloo_has_it():
     if "gloo" in wire.AVERAGES:
         assert wire.scale_factors("avg", torch.ones(4), group) == ("avg", 1, 1)
         assert wire.scale_factors("avg", torch.ones(4).bfloat16(), group) == ("avg", 1, 1)
+
+
+@on_ranks(4)
+def test_the_largest_and_the_smallest_keep_a_nan_of_any_rank():
+    mesh = line()
+    group, me, nan, inf = mesh.group((0,)), mesh.coordinate[0], float("nan"), float("inf")
+    columns = [[nan if i == k else float(i) for i in range(4)] for k in range(4)]
+    columns += [[-inf, -0.0, inf, 1.0], [-0.0, 0.0, -0.0, 0.0], [-1.0, -2.0, -inf, -2.5]]
+    columns += [[-nan, 1.0, inf, 2.0], [1e-45, -1e-45, 0.0, 1.0], [inf] * 4, [-inf] * 4]
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        every = torch.tensor(columns, dtype=dtype).t()
+        for op, reduce in (("max", torch.amax), ("min", torch.amin)):
+            want = reduce(every, 0)
+            got = collectives.all_reduce(every[me], op, group)
+            torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+            got = collectives.start_async(collectives.all_reduce, every[me], op, group).wait()
+            torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+            rows = every[me].expand(4, -1)
+            got = collectives.reduce_scatter(rows, op, group)
+            torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+@on_ranks(2)
+def test_functions_that_compare_ranks_keep_a_nan():
+    mesh = line()
+    for place in (0, 3):
+        x = torch.tensor([1.0, 2.0, 3.0, 4.0])
+        x[place] = float("nan")
+        d = dt.shard_tensor(x, mesh, [dt.Shard(0)])
+        pending = dt.from_local(d.to_local(), mesh, [dt.Partial("max")], shape=(2,))
+        mine = [
+            torch._foreach_max([d])[0], torch._foreach_norm([d], float("inf"))[0],
+            torch.linalg.vector_norm(d, float("inf")), d.amax(), d.max(0).values, d.softmax(0),
+            pending, pending.redistribute(placements=[dt.Shard(0)]),
+        ]  # fmt: skip
+        rows = torch.stack([x[:2], x[2:]]).amax(0)
+        plain = [x.amax()] * 5 + [x.softmax(0), rows, rows]
+        for a, b in zip(mine, plain, strict=True):
+            torch.testing.assert_close(a.full_tensor(), b, equal_nan=True)
