@@ -48,6 +48,8 @@ def autocast(x: Tensor | None) -> Any:
 
 def root(x: Tensor, order: float = 2) -> Tensor:
     """Returns x to the power of 1/order, with the gradient 0 at 0, as in torch's std and norms."""
+    if order == 1:
+        return x
     at_zero = x == 0
     x = x.masked_fill(at_zero, 1)
     return (x.sqrt() if order == 2 else x.pow(1 / order)).masked_fill(at_zero, 0)

@@ -18,6 +18,7 @@ from ops.dtypes import root
 from ops.factors import Arg, Factors, NoRule
 from ops.foreach.foreach import grouped, lists_of
 from ops.reduction.max_min import Extreme, local_extreme, ties
+from ops.reduction.norm_var import powers
 from ops.registry import rule
 
 Groups = dict[Axes, list[int]]
@@ -91,7 +92,10 @@ def norms(
         input = [x.float() if s else x for x, s in zip(input, small, strict=True)]
     out = list(torch._foreach_norm(list(input), ord, dtype=dtype))
     for i in split:
-        out[i] = out[i] ** ord if ord else out[i]
+        if ord and out[i].requires_grad:  # the gradient of a norm is lost where it is infinite
+            out[i] = powers(input[i].to(out[i].dtype), ord).sum()
+        else:
+            out[i] = out[i] ** ord if ord else out[i]
     out = together(call, out, "sum", groups)
     for i in split:
         out[i] = root(out[i], ord) if ord else out[i]

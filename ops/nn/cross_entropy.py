@@ -142,12 +142,13 @@ def _weights(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor
     return weight[target.masked_fill(ignored, 0)].masked_fill(ignored, 0)
 
 
-def _largest(o: Options, x: Tensor) -> Tensor:
-    """Returns the largest logit of each row over all ranks, without a gradient."""
+def _shifted(o: Options, x: Tensor) -> Tensor:
+    """Returns logits minus the largest of their row over all ranks, which has no gradient: a loss
+    depends on differences only, and large logits would cancel."""
     shape = (*x.shape[: o.classes], *x.shape[o.classes + 1 :])
     mine = x.detach().amax(o.classes) if o.owned.size else x.new_full(shape, -torch.inf)
     largest = o.collectives.all_reduce(mine, "max", o.class_axes)
-    return largest.masked_fill(largest == -torch.inf, 0)
+    return x - largest.masked_fill(largest == -torch.inf, 0).unsqueeze(o.classes)
 
 
 def _sums(o: Options, parts: list[Tensor]) -> tuple[Tensor, ...]:
@@ -170,13 +171,12 @@ def _losses(
     ignored = target == ignore_index
     index = target.masked_fill(ignored, 0)
     here, others = o.owned.find(index)
+    x = _shifted(o, x) if o.logits else x
     hit = o.owned.gather(x, o.classes, here.unsqueeze(o.classes), index).squeeze(o.classes)
     w = _along(o, x, weight)
     parts = [hit.masked_fill(others, 0)]
-    largest = None
     if o.logits:
-        largest = _largest(o, x)
-        parts.append((x - largest.unsqueeze(o.classes)).exp().sum(o.classes))
+        parts.append(x.exp().sum(o.classes))
     if weight is not None:
         parts.append(o.owned.rows(weight)[here].masked_fill(others, 0).to(x.dtype))
     if smoothing:
@@ -185,7 +185,7 @@ def _losses(
             parts.append(weight.sum().to(x.dtype).expand(target.shape))
     sums = iter(_sums(o, parts))
     logit = next(sums)
-    logsumexp = next(sums).log() + largest if largest is not None else torch.zeros_like(logit)
+    logsumexp = next(sums).log() if o.logits else torch.zeros_like(logit)
     weights = next(sums) if weight is not None else torch.ones_like(logit)
     losses = (logsumexp - logit) * weights
     if smoothing:
@@ -206,7 +206,7 @@ def _dense_losses(
     w = _along(o, x, weight)
     if w is not None:
         t = t * w
-    largest = _largest(o, x)
-    powers = (x - largest.unsqueeze(o.classes)).exp()
-    dot, mass, power = _sums(o, [(t * x).sum(o.classes), t.sum(o.classes), powers.sum(o.classes)])
-    return (power.log() + largest) * mass - dot
+    x = _shifted(o, x)
+    parts = [(t * x).sum(o.classes), t.sum(o.classes), x.exp().sum(o.classes)]
+    dot, mass, power = _sums(o, parts)
+    return power.log() * mass - dot

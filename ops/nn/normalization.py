@@ -161,16 +161,16 @@ def _batch_norm(call: LocalCall, gone: tuple[int, ...], axes: Axes) -> Any:
         x = widened(input)
         if not n:  # the statistics do not change
             running_mean = running_var = None
-        var, mean = moments(call, x, gone, axes, n, 0)
+        var, mean, rest = moments(call, x, gone, axes, n, 0)
         along = mean.shape
         if running_mean is not None:
-            running_mean.lerp_(mean.detach().view(-1).to(running_mean.dtype), momentum)
+            center = (mean.detach() + rest).view(-1)
+            running_mean.lerp_(center.to(running_mean.dtype), momentum)
         if running_var is not None:
             unbiased = var.detach().view(-1) * (n / max(n - 1, 1))
             running_var.lerp_(unbiased.to(running_var.dtype), momentum)
-        out = (x - call.collectives.pvary(mean, axes)) * call.collectives.pvary(
-            (var + eps).rsqrt(), axes
-        )
+        far = x - call.collectives.pvary(mean, axes) - rest
+        out = far * call.collectives.pvary((var + eps).rsqrt(), axes)
         if weight is not None:
             out = out * weight.view(along)
         if bias is not None:

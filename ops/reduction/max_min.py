@@ -46,12 +46,16 @@ def local_extreme(x: Tensor, gone: tuple[int, ...], largest: bool) -> Tensor:
     return torch.amax(x, gone, True) if largest else torch.amin(x, gone, True)
 
 
-def best_of(call: LocalCall, x: Tensor, gone: tuple[int, ...], largest: bool, axes: Axes) -> Tensor:
+def best_of(
+    call: LocalCall, x: Tensor, gone: tuple[int, ...], largest: bool, axes: Axes, nan: bool = True
+) -> Tensor:
     """Returns the extreme over all ranks, with reduced dims kept. All elements that tie share the
-    gradient evenly."""
+    gradient evenly. ``nan``: NaN ties with NaN; else the gradient of NaN is 0/0."""
     every = call.collectives.all_gather(local_extreme(x.detach(), gone, largest), axes)
     best = torch.amax(every, 0) if largest else torch.amin(every, 0)
-    return Extreme.apply(x, best, None, gone, call.collectives, axes) if x.requires_grad else best
+    if not x.requires_grad:
+        return best
+    return Extreme.apply(x, best, None, gone, call.collectives, axes, ties if nan else torch.eq)
 
 
 def ties(x: Tensor, best: Tensor) -> Tensor:
@@ -66,28 +70,28 @@ class Extreme(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, best: Tensor, count: Tensor | None, gone: tuple[int, ...],
-        collectives: Collectives, axes: Axes,
+        collectives: Collectives, axes: Axes, ties: Callable[..., Tensor] = ties,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, best, count)
-        ctx.with_ = gone, collectives, axes
+        ctx.with_ = gone, collectives, axes, ties
         return best.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, best, count = ctx.saved_tensors
-        gone, collectives, axes = ctx.with_
+        gone, collectives, axes, ties = ctx.with_
         tie = ties(x, best)
         if count is None:
             count = collectives.all_reduce(tie.sum(gone, True), "sum", axes)
         share = collectives.pvary(grad, axes) / count
-        return torch.where(tie, share, 0), None, None, None, None, None
+        return share * tie, *[None] * 6
 
 
-def extreme_of_all(gone: tuple[int, ...], largest: bool) -> Callable[..., Tensor]:
-    """Returns a function for ``inner``."""
+def extreme_of_all(gone: tuple[int, ...], largest: bool, nan: bool) -> Callable[..., Tensor]:
+    """Returns a function for ``inner``; ``nan``: see ``best_of``."""
 
     def reduce(call: LocalCall, axes: Axes, x: Tensor, *_: Any, **__: Any) -> Tensor:
-        return best_of(call, x, gone, largest, axes).reshape(call.outputs[0].local_shape)
+        return best_of(call, x, gone, largest, axes, nan).reshape(call.outputs[0].local_shape)
 
     return reduce
 
@@ -96,7 +100,7 @@ def _amax(*funcs: Any, largest: bool) -> None:
     @rule(*funcs, doc="compared inside; gradient evenly to ties")
     def factors(input: Arg, dim: Any = (), keepdim: bool = False, *, out: None = None) -> Factors:
         gone = check_not_empty(funcs[0].__name__, input, dim)
-        local = inner(gone, extreme_of_all(gone, largest))
+        local = inner(gone, extreme_of_all(gone, largest, nan=False))
         return reduction(input, dim, keepdim, "inner", local=local)
 
 
@@ -110,7 +114,7 @@ def aminmax(input: Arg, *, dim: Any = None, keepdim: bool = False, out: None = N
     gone = check_not_empty("aminmax", input, dim)
 
     def reduce(call: LocalCall, axes: Axes, x: Tensor, **_: Any) -> Any:
-        low, high = (extreme_of_all(gone, largest)(call, axes, x) for largest in (False, True))
+        low, high = (extreme_of_all(gone, most, False)(call, axes, x) for most in (False, True))
         return torch.return_types.aminmax((low, high))
 
     return reduction(input, dim, keepdim, "inner", results=2, local=inner(gone, reduce))
@@ -163,7 +167,7 @@ def _with_index(func: Any, result: Any, largest: bool) -> None:
             return pointwise_factors([input, dim])
         gone = check_not_empty(func.__name__, input, dim)
         if dim is None:
-            local = inner(gone, extreme_of_all(gone, largest))
+            local = inner(gone, extreme_of_all(gone, largest, nan=True))
             return reduction(input, None, False, "inner", local=local)
 
         def reduce(call: LocalCall, axes: Axes, x: Tensor, *_: Any, **__: Any) -> Any:

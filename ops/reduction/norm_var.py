@@ -1,5 +1,6 @@
 """Norms of vectors, var and std. Over split dims the powers are summed over all ranks, or their
-maximum is taken; for var the mean of all ranks first, then the squared distances from it."""
+maximum is taken; for var the mean of all ranks first, then the squared distances from it, in
+float64 as in torch."""
 
 from __future__ import annotations
 
@@ -22,6 +23,15 @@ from ops.registry import rule
 Tensor = torch.Tensor
 
 
+def powers(x: Tensor, p: float) -> Tensor:
+    """Returns absolute values to the power of p. Their gradient at 0 is 0, or NaN of NaN."""
+    if p in (1, 2):
+        return x.abs() if p == 1 else x.square()
+    size = x.abs()
+    at_zero = size == 0
+    return torch.where(at_zero, x * 0, size.masked_fill(at_zero, 1).pow(p))
+
+
 def p_norm(call: LocalCall, x: Tensor, p: float, gone: tuple[int, ...], axes: Axes) -> Tensor:
     """Returns the p-norm over the reduced dims (kept) of all ranks, shared. Gradients at 0 as
     torch's: 0."""
@@ -30,14 +40,7 @@ def p_norm(call: LocalCall, x: Tensor, p: float, gone: tuple[int, ...], axes: Ax
     if p == 0:
         counts = call.collectives.psum((x != 0).sum(gone, True).to(x.dtype), axes)
         return counts + zero_of(x)
-    if p == 1:
-        return call.collectives.psum(x.abs().sum(gone, True), axes)
-    if p == 2:
-        return root(call.collectives.psum(x.square().sum(gone, True), axes))
-    size = x.abs()
-    at_zero = size == 0
-    powers = size.masked_fill(at_zero, 1).pow(p).masked_fill(at_zero, 0).sum(gone, True)
-    return root(call.collectives.psum(powers, axes), p)
+    return root(call.collectives.psum(powers(x, p).sum(gone, True), axes), p)
 
 
 def _norm(input: Arg, p: Any, dim: Any, keepdim: bool, dtype: Any) -> Factors:
@@ -118,14 +121,51 @@ def normalize(
 # var and std --------------------------------------------------------------------------------------
 
 
+class _Moments(torch.autograd.Function):
+    """(variance, mean) as functions of x. ``dof``: the degrees of freedom, ``whole``: all dims are
+    reduced."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, var: Tensor, mean: Tensor, rest: Tensor, call: LocalCall,
+        gone: tuple[int, ...], axes: Axes, n: int, dof: float, whole: bool,
+    ) -> Any:  # fmt: skip
+        ctx.save_for_backward(x, mean, rest)
+        ctx.with_ = call.collectives, gone, axes, n, dof, whole
+        return var.clone(), mean.clone()
+
+    @staticmethod
+    def backward(ctx: Any, of_var: Tensor, of_mean: Tensor) -> Any:
+        x, mean, rest = ctx.saved_tensors
+        collectives, gone, axes, n, dof, whole = ctx.with_
+        if torch.is_grad_enabled():  # the gradient will be differentiated
+            mean = collectives.psum(x.sum(gone, True), axes) / n
+            rest = torch.zeros_like(rest)
+        far = x - collectives.pvary(mean, axes) - rest
+        if whole and dof <= 0:  # as torch, which follows NumPy
+            far = torch.where(x == collectives.pvary(mean, axes) + rest, torch.nan, torch.inf)
+        else:
+            far = far * (2 / dof if dof else torch.inf)
+        grad = collectives.pvary(of_var, axes) * far + collectives.pvary(of_mean / n, axes)
+        return grad, *[None] * 9
+
+
 def moments(
-    call: LocalCall, x: Tensor, gone: tuple[int, ...], axes: Axes, n: int, correction: float
-) -> tuple[Tensor, Tensor]:
-    """Returns (variance, mean) over all ranks, reduced dims kept, shared. ``n``: elements in
-    all."""
-    mean = call.collectives.psum(x.sum(gone, True), axes) / n
-    squares = (x - call.collectives.pvary(mean, axes)).square().sum(gone, True)
-    return call.collectives.psum(squares, axes) / max(n - correction, 0), mean
+    call: LocalCall, x: Tensor, gone: tuple[int, ...], axes: Axes, n: int, correction: float,
+    whole: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Returns (variance, mean, rest) over all ranks, reduced dims kept, shared. ``n``: elements in
+    all; ``rest``: what the rounding of the mean has lost, without a gradient."""
+    data, reduce, dof = x.detach(), call.collectives.all_reduce, n - correction
+    mean = reduce(data.sum(gone, True), "sum", axes) / n
+    far = data - mean
+    sums = torch.stack([far.square().sum(gone, True), far.sum(gone, True)])
+    squares, rest = reduce(sums, "sum", axes).unbind(0)
+    rest = (rest / n).masked_fill(squares.isfinite().logical_not(), 0)
+    var = (squares - rest.square() * n) / max(dof, 0)
+    if x.requires_grad:
+        var, mean = _Moments.apply(x, var, mean, rest, call, gone, axes, n, dof, whole)
+    return var, mean, rest
 
 
 def _options(dim: Any, unbiased: Any, correction: Any) -> tuple[Any, float]:
@@ -157,7 +197,8 @@ def _moment(func: Any, rooted: bool, with_mean: bool) -> None:
             shape = call.outputs[0].local_shape
 
             def moment(x: Tensor, *_: Any, **__: Any) -> Any:
-                var, mean = moments(call, widened(x), gone, axes, n, less)
+                var, mean, rest = moments(call, x.double(), gone, axes, n, less, dim is None)
+                mean = (mean + rest).masked_fill(var.isnan(), torch.nan)  # of infinity
                 first = (root(var) if rooted else var).reshape(shape).to(x.dtype)
                 return (first, mean.reshape(shape).to(x.dtype)) if with_mean else first
 

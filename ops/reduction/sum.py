@@ -137,14 +137,44 @@ def histc(input: Arg, bins: int = 100, min: Any = 0, max: Any = 0) -> Factors:
     return reduction(input, None, False, "sum").replace(outputs=((None,),), shapes=((bins,),))
 
 
+class _Product(torch.autograd.Function):
+    """``value``, the product over all ranks, as a function of x without zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: Tensor, call: LocalCall, axes: Axes) -> Tensor:
+        ctx.save_for_backward(x, value)
+        ctx.with_ = call, axes
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, value = ctx.saved_tensors
+        if torch.is_grad_enabled():  # the gradient will be differentiated
+            value = _Product.apply(x, value, *ctx.with_)
+        call, axes = ctx.with_
+        return call.collectives.pvary(grad, axes) * (call.collectives.pvary(value, axes) / x), *[
+            None
+        ] * 3
+
+
 @rule(torch.prod)
 def prod(input: Arg, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Factors:
-    """the ranks' products, collected and multiplied inside, so that the gradient is right at zeros
-    too"""
+    """the ranks' products, collected and multiplied inside. The gradient is the product over x, as
+    in torch; in a slice with zeros, the product of the others"""
     gone = reduced_dims(input, dim)
 
-    def reduce(call: LocalCall, axes: Axes, *args: Any, **kwargs: Any) -> Tensor:
-        mine: Tensor = call.func(*args, **kwargs)
-        return call.collectives.all_gather(mine, axes).prod(0, dtype=mine.dtype)
+    def reduce(call: LocalCall, axes: Axes, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        def over_ranks(x: Tensor) -> Tensor:
+            for d in gone:
+                x = x.prod(d, keepdim=True)
+            return call.collectives.all_gather(x, axes).prod(0, dtype=x.dtype)
+
+        x = x if dtype is None else x.to(dtype)
+        out = over_ranks(x.detach())
+        if x.requires_grad:
+            zeros = call.collectives.all_reduce((x == 0).sum(gone, True), "max", axes) > 0
+            found = _Product.apply(x.masked_fill(zeros, 1), out.masked_fill(zeros, 1), call, axes)
+            out = torch.where(zeros, over_ranks(x.masked_fill(~zeros, 1)), found)
+        return out.reshape(call.outputs[0].local_shape)
 
     return reduction(input, dim, keepdim, "inner", local=inner(gone, reduce))
