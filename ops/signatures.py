@@ -167,7 +167,8 @@ def read_numbers(
         value = _integers(value)
         if at == "out" or all(t.ndim for t in collect(value, [])):
             return value  # most values need no signature of torch
-        ways = signatures(func)
+        every = signatures(func)
+        ways = [s for s in every if s.fits(len(args), [*kwargs])] or every
         taken = not ways or any(s.tensor_at(at) for s in ways)
         return value if taken else substitute(value, _number)
 
