@@ -36,6 +36,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as nn_module
 from torch.optim import optimizer
 from torch.utils import _foreach_utils, _python_dispatch
+from torch.utils._device import DeviceContext as DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [  # the imported names; all others are defined here
@@ -85,6 +86,11 @@ after_backward: Callable[[Callable[[], Any]], None] = _engine.queue_callback
 # The innermost pair of saved-tensors hooks, or None.
 top_saved_tensors_hooks: Callable[[bool], Any] = need(
     "to tell checkpointed regions apart", _C_autograd, "_top_saved_tensors_default_hooks"
+)
+# Take the innermost pair of hooks off the stack of this thread, and put a pair on.
+pop_saved_tensors_hooks, push_saved_tensors_hooks = (
+    need("to take hooks into another thread", _C_autograd, f"_{name}_saved_tensors_default_hooks")
+    for name in ("pop", "push")
 )
 set_versions: Callable[[Any, Any], None] = need(
     "for gathered memory that keeps its version", _C_autograd, "_unsafe_set_version_counter"
@@ -338,6 +344,19 @@ def dispatch_state() -> Callable[[], Any]:
 # The modes of this thread that see every operator, the outermost first.
 dispatch_modes: Callable[[], list[Any]] = need(
     "to take modes into another thread", _python_dispatch, "_get_current_dispatch_mode_stack"
+)
+function_modes: Callable[[], list[Any]] = need(
+    "to take modes into another thread", torch.overrides, "_get_current_function_mode_stack"
+)
+# Modes of autograd in this thread: forward derivatives, and several threads in a backward.
+has_forward_gradients: Callable[[], bool] = need(
+    "to take a mode into another thread", torch._C, "_is_fwd_grad_enabled"
+)
+set_forward_gradients: Any = need(
+    "to take a mode into another thread", torch.autograd.forward_ad, "_set_fwd_grad_enabled"
+)
+has_multithreading: Callable[[], bool] = need(
+    "to take a mode into another thread", torch._C, "_is_multithreading_enabled"
 )
 count_dispatch_modes: Callable[[], int] = need(
     "to see modes that record operators", torch._C, "_len_torch_dispatch_stack"

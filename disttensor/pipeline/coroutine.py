@@ -11,9 +11,22 @@ from queue import SimpleQueue
 from typing import Any, ClassVar
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from disttensor.autograd.starts import number_own_nodes
-from disttensor.torch_private import dispatch_modes
+from disttensor.torch_private import (
+    DeviceContext,
+    dispatch_modes,
+    function_modes,
+    has_forward_gradients,
+    has_multithreading,
+    pop_function_mode,
+    pop_saved_tensors_hooks,
+    push_function_mode,
+    push_saved_tensors_hooks,
+    set_forward_gradients,
+    top_saved_tensors_hooks,
+)
 
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
@@ -112,22 +125,46 @@ if hasattr(os, "register_at_fork"):  # a forked process has no threads
 
 def _torch_state() -> Callable[[], ExitStack]:
     """Returns a function that enters the present thread state of torch in another thread. It covers
-    state that is not in context variables."""
+    state that is not in context variables, except the state of a profiler."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    device = torch.get_default_device()
+    forward, many_threads = has_forward_gradients(), has_multithreading()
+    device, cached = torch.get_default_device(), torch.is_autocast_cache_enabled()
     on = [d for d in _AUTOCAST_DEVICES if torch.is_autocast_enabled(d)]
-    autocast = [torch.autocast(d, torch.get_autocast_dtype(d)) for d in on]
-    modes = dispatch_modes()
+    autocast = [torch.autocast(d, torch.get_autocast_dtype(d), cache_enabled=cached) for d in on]
+    modes, hooks = dispatch_modes(), _saved_tensors_hooks()
+    functions = [mode for mode in function_modes() if not isinstance(mode, DeviceContext)]
+    # of the current device; a new thread has the first device and its default stream
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
     def enter() -> ExitStack:
         stack = ExitStack()
         if inference:
             stack.enter_context(torch.inference_mode())
         stack.enter_context(torch.set_grad_enabled(grad))
+        stack.enter_context(set_forward_gradients(forward))
+        stack.enter_context(torch.autograd.set_multithreading_enabled(many_threads))
         if torch.get_default_device() != device:
             stack.enter_context(device)
+        if stream is not None:
+            stack.enter_context(torch.cuda.stream(stream))
+        for pack, unpack in hooks:
+            stack.enter_context(saved_tensors_hooks(pack, unpack))
+        for mode in functions:
+            push_function_mode(mode)
+            stack.callback(pop_function_mode)
         for context in (*modes, *autocast):
             stack.enter_context(context)
         return stack
 
     return enter
+
+
+def _saved_tensors_hooks() -> list[Any]:
+    """Returns the pairs of hooks of this thread, the outermost first."""
+    pairs: list[Any] = []
+    while (pair := top_saved_tensors_hooks(True)) is not None:
+        pairs.insert(0, pair)
+        pop_saved_tensors_hooks()
+    for pair in pairs:
+        push_saved_tensors_hooks(*pair)
+    return pairs
