@@ -25,7 +25,7 @@ from disttensor import callbacks
 from disttensor.autograd import activation_checkpoint, token
 from disttensor.autograd.joined_backward import one_backward
 from disttensor.autograd.split_backward import REGION, SplitBackward
-from disttensor.autograd.starts import count_of_graphs, mark_start, node_count
+from disttensor.autograd.starts import count_of_graphs, node_count
 from disttensor.comm import p2p
 from disttensor.comm.process_group import is_nccl
 from disttensor.comm.work import Work
@@ -225,7 +225,7 @@ class MicroBatchGraph:
         transfer, visit = Transfer(src, dst, tag), len(self.visits) - 1
         self.transfers.append(transfer)
         if sends:
-            transfer.edge = get_gradient_edge(mark_start(local))
+            transfer.edge = get_gradient_edge(local)
             transfer.sent_in = self._visit_of(local, visit - receives)
         elif local.grad_fn is not None:
             transfer.upstream = local
