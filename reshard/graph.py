@@ -22,7 +22,6 @@ from reshard.registry import Axes, MoveFn, moves
 
 T = TypeVar("T")
 Dims = tuple[DimAxes, ...]
-Reductions = tuple[tuple[int, str], ...]
 
 LATENCY = 16 * 1024  # bytes: the constant cost of a collective
 STEP, EXCHANGE = 0.25, 0.5  # break ties: few steps, and plain collectives before an exchange
@@ -86,6 +85,10 @@ class Graph:
         self.sizes: dict[Dims, int] = {}
 
     def edges(self, state: Layout) -> Iterator[Edge]:
+        return filter(None, self.candidates(state))
+
+    def candidates(self, state: Layout) -> Iterator[Edge | None]:
+        """Yields all edges that may lead to the goal, and None for a move that is not legal."""
         mine = frozenset(a for a, _ in state.custom) | self.placements.keys()
         if state.partial:
             yield from self.reductions(state, mine)
@@ -102,25 +105,23 @@ class Graph:
 
     # Each of the following yields the edges of one kind of movement -------------------------------
 
-    def reductions(self, state: Layout, mine: frozenset[int]) -> Iterator[Edge]:
+    def reductions(self, state: Layout, mine: frozenset[int]) -> Iterator[Edge | None]:
         """Yields P -> R and P -> S, for every set of axes that wait for one reduction."""
         dims, partial = state.dims, state.partial
-        blocked = len({REDUCTION_KIND[op] for _, op in (*partial, *self.partial)}) > 1
+        blocked = len({*_pending(state).values(), *_pending(self.goal).values()}) > 1
         open_axes = [
             (a, op) for a, op in partial if a not in mine and (blocked or self.ops.get(a) != op)
         ]
         for op in dict.fromkeys(op for _, op in open_axes):
             for axes in _subsets([a for a, other in open_axes if other == op]):
                 rest = tuple(entry for entry in partial if entry[0] not in axes)
-                if not all(_inner(a, op, rest) for a in axes):
-                    continue
                 done = replace(state, partial=rest)
                 yield self.edge(Partial, Replicate, axes, state, done)
                 if all(a in self.home for a in axes):
                     done = replace(done, dims=self.appended(dims, axes))
                     yield self.edge(Partial, Shard, axes, state, done)
 
-    def gathers(self, state: Layout, mine: frozenset[int]) -> Iterator[Edge]:
+    def gathers(self, state: Layout, mine: frozenset[int]) -> Iterator[Edge | None]:
         """Yields S -> R, for every set of axes that are the minor ones of their dims and not in
         place."""
         choices = []
@@ -135,7 +136,7 @@ class Graph:
                 axes = concerned(state.dims, after)
                 yield self.edge(Shard, Replicate, axes, state, replace(state, dims=after))
 
-    def all_to_alls(self, state: Layout, mine: frozenset[int]) -> Iterator[Edge]:
+    def all_to_alls(self, state: Layout, mine: frozenset[int]) -> Iterator[Edge | None]:
         """Yields S(i) -> S(j) if the minor axes of dim i are then in their final place on dim j."""
         dims = state.dims
         for i, now in enumerate(dims):
@@ -152,7 +153,7 @@ class Graph:
                     )
                     yield self.edge(Shard, Shard, axes, state, replace(state, dims=after))
 
-    def slices(self, state: Layout, mine: frozenset[int]) -> Iterator[Edge]:
+    def slices(self, state: Layout, mine: frozenset[int]) -> Iterator[Edge | None]:
         """Yields R -> S if an axis is then in its final place."""
         dims, used = state.dims, state.varies() | mine
         for d, (now, then) in enumerate(zip(dims, self.dims, strict=True)):
@@ -162,10 +163,10 @@ class Graph:
                     to = replace(state, dims=(*dims[:d], (*now, axis), *dims[d + 1 :]))
                     yield self.edge(Replicate, Shard, (axis,), state, to, "slice")
 
-    def pendings(self, state: Layout, mine: frozenset[int]) -> Iterator[Edge]:
+    def pendings(self, state: Layout, mine: frozenset[int]) -> Iterator[Edge | None]:
         """Yields R -> P and S -> P, one axis at a time: they are local."""
         for axis, op in self.partial:
-            if axis in state.partial_axes | mine or not _inner(axis, op, state.partial):
+            if axis in state.partial_axes | mine:
                 continue
             left = _without(state.dims, axis)
             if left is not None:
@@ -173,7 +174,7 @@ class Graph:
                 to = replace(state, dims=left, partial=tuple(sorted((*state.partial, (axis, op)))))
                 yield self.edge(before, Partial, (axis,), state, to, (before, op))
 
-    def exchanges(self, state: Layout, mine: frozenset[int]) -> Iterator[Edge]:
+    def exchanges(self, state: Layout, mine: frozenset[int]) -> Iterator[Edge | None]:
         """Yields one exchange to the goal for all axes without a pending reduction."""
         dims, left_out = state.dims, state.partial_axes | self.placements.keys()
         after = tuple(tuple(a for a in axes if a not in left_out) for axes in self.dims)
@@ -183,7 +184,7 @@ class Graph:
             to = replace(state, dims=after)
             yield Edge("all_to_all", exchange, axes, price, to, extra=LATENCY + EXCHANGE)
 
-    def users(self, state: Layout, mine: frozenset[int]) -> Iterator[Edge]:
+    def users(self, state: Layout, mine: frozenset[int]) -> Iterator[Edge | None]:
         """Yields moves of users' placement types: one axis at a time, by the registry."""
         for axis in sorted(mine):
             left = _without(state.dims, axis)
@@ -201,11 +202,21 @@ class Graph:
     def edge(
         self, src: type[Placement], dst: type[Placement], axes: Axes, here: Layout, to: Layout,
         merge: object = None,
-    ) -> Edge:  # fmt: skip
+    ) -> Edge | None:  # fmt: skip
+        """Returns the edge; None if it reduces, or makes pending, an axis while a reduction of
+        another kind is pending inside: inner axes are reduced first, and made pending last."""
+        before, after = _pending(here), _pending(to)
+        if any(
+            b > a and other != kind
+            for changed, rest in ((before, after), (after, before))
+            for a, kind in changed.items() - rest.items()
+            for b, other in rest.items()
+        ):
+            return None
         move = moves[src, dst]
         ranks = math.prod(self.mesh[a] for a in axes)
-        before, after = (self.numel(x.dims) * self.itemsize for x in (here, to))
-        price, extra = move.cost(before, after, ranks), LATENCY if move.collective else 0
+        sent, left = (self.numel(x.dims) * self.itemsize for x in (here, to))
+        price, extra = move.cost(sent, left, ranks), LATENCY if move.collective else 0
         return Edge(move.kind, move.fn, tuple(sorted(axes)), price, to, merge, extra)
 
     def numel(self, dims: Dims) -> int:
@@ -261,9 +272,11 @@ def _without(dims: Dims, axis: int) -> Dims | None:
     return dims
 
 
-def _inner(axis: int, op: str, pending: Reductions) -> bool:
-    """Returns True if no reduction of another kind is pending inside ``axis``."""
-    return all(a < axis or REDUCTION_KIND[other] == REDUCTION_KIND[op] for a, other in pending)
+def _pending(layout: Layout) -> dict[int, int]:
+    """Returns the kind of reduction that is pending on each axis. A user's own reduction has a kind
+    of its own on each axis, so it keeps its place among the others."""
+    own = {a: -1 - a for a, p in layout.custom if isinstance(p, Partial)}
+    return own | {a: REDUCTION_KIND[op] for a, op in layout.partial}
 
 
 def _subsets(axes: list[int]) -> Iterator[Axes]:

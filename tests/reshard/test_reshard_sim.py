@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import dataclass
 
 import pytest
 import torch
 
 import reshard
+from disttensor.comm import collectives
+from disttensor.core.layout import balanced_ranges
+from disttensor.core.placement import Balanced, Partial, Replicate
+from reshard.registry import moves
 from tests.support.reshard_cases import (
     P,
     R,
@@ -17,6 +22,7 @@ from tests.support.reshard_cases import (
     check_pair,
     layouts,
     locals_of,
+    reduce,
     spec,
     value,
 )
@@ -106,3 +112,87 @@ def test_dtypes(dtype, monkeypatch):
     ops = ("max", "min") if dtype == torch.uint8 else ("sum", "max", "min", "prod")
     pairs = list(itertools.product(layouts(2, 1, ops), repeat=2))
     run_pairs(Threads((3,), monkeypatch), pairs, (5, 3), dtype)
+
+
+@dataclass(frozen=True)
+class Largest(Partial):
+    """A user's own reduction."""
+
+
+def reduce_largest(x, src, dst, axes):
+    return collectives.all_reduce(x, "max", src.mesh.group(axes))
+
+
+def keep_largest(x, src, dst, axes):
+    return x
+
+
+@pytest.fixture
+def largest():
+    kept = dict(moves)
+    reshard.register(Largest, Replicate, cost=lambda a, b, n: 2 * a)(reduce_largest)
+    reshard.register(Replicate, Largest)(keep_largest)
+    yield
+    moves.clear()
+    moves.update(kept)
+
+
+def cut(x, s, place):
+    """The piece of x at ``place``; each dim is split by one axis at most."""
+    for p, i, n in zip(s.placements, place, s.mesh.shape, strict=True):
+        if isinstance(p, Balanced):
+            rows = [range(*r) for r in balanced_ranges(x.shape[p.dim], i, n)]
+            x = x.index_select(p.dim, torch.tensor(list(itertools.chain(*rows))))
+        elif isinstance(p, S):
+            x = x.chunk(n, p.dim)[i]
+    return x
+
+
+def meant(s, parts):
+    """The value of ``s`` at every place, inner axes first: ``parts`` are the locals."""
+    for axis, p in reversed([*enumerate(s.placements)]):
+        if isinstance(p, Partial):
+            n = s.mesh.shape[axis]
+            sides = {q: [(*q[:axis], i, *q[axis + 1 :]) for i in range(n)] for q in parts}
+            parts = {q: reduce(p.reduce_op, [parts[side] for side in sides[q]]) for q in parts}
+    return parts
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_contributions_of_mixed_kinds_are_reduced_in_order(number, largest, monkeypatch):
+    """Each rank has values of its own, which no reshard has made."""
+    world, draw, shape = Threads((2, 2), monkeypatch), random.Random(number), (8, 4)
+    options = [R, S(0), S(1), Balanced(0), Largest("max"), *map(P, ("sum", "max", "min", "prod"))]
+    first, pairs = world.meshes[0], []
+    while len(pairs) < 200:
+        pair = tuple(tuple(draw.choice(options) for _ in range(2)) for _ in range(2))
+        if all(len({p.dim for p in o if isinstance(p, S)}) == sum(isinstance(p, S) for p in o)
+               for o in pair):  # fmt: skip
+            pairs.append(pair)
+    inputs, wholes = [], []
+    for i, (a, _) in enumerate(pairs):
+        s, g = spec(first, a, shape), torch.Generator().manual_seed(100 * number + i)
+        pending = [isinstance(p, Partial) for p in a]
+        drawn = {}
+        for place in world.all:
+            key = tuple(n if open_ else 0 for n, open_ in zip(place, pending, strict=True))
+            drawn[place] = drawn.setdefault(key, torch.randint(-3, 4, shape, generator=g).float())
+        wholes.append(meant(s, drawn)[0, 0])
+        inputs.append({place: cut(drawn[place], s, place) for place in world.all})
+
+    def body(mesh):
+        return [
+            reshard.run(inputs[i][mesh.coordinate], spec(mesh, a, shape), spec(mesh, b, shape))
+            for i, (a, b) in enumerate(pairs)
+        ]
+
+    results = world.run_on(body)
+    for i, (a, b) in enumerate(pairs):
+        d = spec(first, b, shape)
+        for place, got in meant(d, {place: outs[i] for place, outs in results.items()}).items():
+            want = cut(wholes[i], d, place)
+            assert torch.equal(got, want), (
+                a,
+                b,
+                [str(x) for x in reshard.choose(spec(first, a, shape), d)],
+            )

@@ -17,6 +17,7 @@ import torch
 import reshard
 from disttensor import ProcessMesh
 from disttensor.comm import collectives
+from disttensor.comm.work import finished
 from disttensor.core.layout import Box, layout_of
 from disttensor.core.placement import Partial, Placement, Replicate, Shard
 from disttensor.core.spec import DistSpec
@@ -41,7 +42,8 @@ def value(shape: Sequence[int], dtype: torch.dtype = torch.float32, seed: int = 
 
 
 def reduce(op: str, parts: Sequence[Tensor]) -> Tensor:
-    stack = torch.stack([p.to(torch.float64) for p in parts])
+    exact = parts[0].dtype in (torch.int64, torch.float64)
+    stack = torch.stack([p if exact and op != "avg" else p.to(torch.float64) for p in parts])
     out = {
         "sum": lambda: stack.sum(0), "avg": lambda: stack.mean(0), "prod": lambda: stack.prod(0),
         "max": lambda: stack.amax(0), "min": lambda: stack.amin(0),
@@ -128,11 +130,11 @@ class Threads(World):
         return torch.stack([part[group.index] for part in group.swap(x)])
 
     def all_to_all(
-        self, parts: Sequence[Tensor], numels: Sequence[int], group: Any
-    ) -> list[Tensor]:
+        self, parts: Sequence[Tensor], numels: Sequence[int], group: Any, async_op: bool = False
+    ) -> Any:
         got = [row[group.index].reshape(-1) for row in group.swap(list(parts))]
         assert [t.numel() for t in got] == list(numels)
-        return got
+        return finished(got) if async_op else got
 
 
 class _Hashed:
