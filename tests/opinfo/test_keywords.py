@@ -97,7 +97,8 @@ def problem_of(func, name, call, mesh):
         seed(1)
         outs = {"out": replace_tensors(empty, torch.clone)} if name == "out=" else {}
         with torch.no_grad():
-            return tensors_in(func(*args, **kwargs, **outs))
+            result = func(*args, **kwargs, **outs)
+        return tensors_in(outs or result)
 
     try:
         empty = None
