@@ -36,7 +36,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as nn_module
 from torch.optim import optimizer
 from torch.utils import _foreach_utils, _python_dispatch
-from torch.utils._device import DeviceContext as DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [  # the imported names; all others are defined here

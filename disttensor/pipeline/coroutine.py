@@ -15,7 +15,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from disttensor.autograd.starts import number_own_nodes
 from disttensor.torch_private import (
-    DeviceContext,
     dispatch_modes,
     function_modes,
     has_forward_gradients,
@@ -128,11 +127,11 @@ def _torch_state() -> Callable[[], ExitStack]:
     state that is not in context variables, except the state of a profiler."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     forward, many_threads = has_forward_gradients(), has_multithreading()
-    device, cached = torch.get_default_device(), torch.is_autocast_cache_enabled()
+    cached = torch.is_autocast_cache_enabled()
     on = [d for d in _AUTOCAST_DEVICES if torch.is_autocast_enabled(d)]
     autocast = [torch.autocast(d, torch.get_autocast_dtype(d), cache_enabled=cached) for d in on]
     modes, hooks = dispatch_modes(), _saved_tensors_hooks()
-    functions = [mode for mode in function_modes() if not isinstance(mode, DeviceContext)]
+    functions = function_modes()  # with the default device
     # of the current device; a new thread has the first device and its default stream
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
@@ -143,8 +142,6 @@ def _torch_state() -> Callable[[], ExitStack]:
         stack.enter_context(torch.set_grad_enabled(grad))
         stack.enter_context(set_forward_gradients(forward))
         stack.enter_context(torch.autograd.set_multithreading_enabled(many_threads))
-        if torch.get_default_device() != device:
-            stack.enter_context(device)
         if stream is not None:
             stack.enter_context(torch.cuda.stream(stream))
         for pack, unpack in hooks:

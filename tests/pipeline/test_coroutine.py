@@ -65,6 +65,12 @@ def test_everything_that_torch_keeps_for_a_thread_is_carried():
     same = {name for name in want if want[name] == plain[name]}
     assert same <= {"inference", "cuda"}, same
     assert kept_for_a_thread() == plain
+    torch.set_default_device("meta")
+    try:
+        other = Coroutine(torch.get_default_device)
+    finally:
+        torch.set_default_device(None)
+    assert other.resume() and other.result == torch.device("meta")
     again = Coroutine(kept_for_a_thread)  # in the same thread
     assert again.resume() and again.result == plain
 
