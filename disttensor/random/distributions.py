@@ -95,12 +95,14 @@ def exponential(source: Source, dtype: torch.dtype, rate: float = 1.0) -> Tensor
 def bernoulli(source: Source, dtype: torch.dtype, p: float | Tensor = 0.5) -> Tensor:
     """Draws 1 with probability ``p`` (a number, or a tensor of this piece's shape), else 0.
 
-    53 bits are compared: p = 0 never gives 1, p = 1 always. A tensor's range is not checked.
+    53 bits are compared: p = 0 never gives 1, p = 1 always.
     """
     if not isinstance(p, Tensor):
         if not 0.0 <= p <= 1.0:
             raise ValueError(f"bernoulli: p={p} is no probability: need 0 <= p <= 1")
         return _draw(source, dtype, lambda a, b, *_: _unit(a, b) < p)
+    if not bool(((p >= 0) & (p <= 1)).all()):
+        raise RuntimeError("bernoulli: Expected p_in >= 0 && p_in <= 1 to be true, but got false.")
     piece = tuple(source.box.shape)
     if p.shape != piece:
         raise ValueError(

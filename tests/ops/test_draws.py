@@ -202,3 +202,15 @@ def test_a_mask_with_is_causal_is_refused_on_every_rank() -> None:
         ops.infer(
             F.scaled_dot_product_attention, rows, rows, rows, mask, 0.0, True, mesh_shape=(2,)
         )
+
+
+@pytest.mark.parametrize("p", [1.5, -0.1, float("nan")])
+def test_a_probability_out_of_range_is_refused(p: float) -> None:
+    odds = ODDS.clone()
+    odds[4, 1] = p
+    for row in ((torch.bernoulli, odds), (T.bernoulli_, X, odds)):
+        with pytest.raises(RuntimeError, match="p_in >= 0"):
+            drawn(row, (2,), [[S1]] * (len(row) - 1))
+    for row in ((torch.bernoulli, X, p), (T.bernoulli_, X, p)):
+        with pytest.raises((RuntimeError, ValueError), match="1"):
+            drawn(row, (2,), [[S1]])

@@ -108,6 +108,7 @@ def simulate(
     grads: dict[Coordinate, list[Any]] = {}
     seconds: dict[Coordinate, list[Any]] = {}
     flags: dict[Coordinate, list[bool]] = {}
+    graphs: dict[Coordinate, list[bool]] = {}  # of first gradients
     arguments: dict[Coordinate, list[Tensor]] = {}
     collectives = {c: SimulatedCollectives(world, c) for c in world.all}
 
@@ -171,6 +172,11 @@ def simulate(
                     create_graph=bool(second),
                 )
             if second:
+                once = torch.autograd.grad(
+                    [v for v, _ in seeds], [leaves[i] for i in wanted],
+                    [s.detach() for _, s in seeds], allow_unused=True, create_graph=True,
+                )  # fmt: skip
+                graphs[c] = [g is not None and g.requires_grad for g in once]
                 sources = [leaves[i] for i in wanted] + [s for _, s in seeds]
                 pairs = [
                     (g, cut(second[i], decision.input_layouts[i], mesh_shape, seed=i)[c])
@@ -205,6 +211,8 @@ def simulate(
             result.full.append(next(iter(parts.values())))
     result.arguments = arguments
     assert len({tuple(f) for f in flags.values()}) == 1, f"ranks disagree what has a graph: {flags}"
+    alike = {tuple(g) for g in graphs.values()}
+    assert len(alike) < 2, f"ranks disagree which first gradient has a graph: {graphs}"
     for i, t in enumerate(tensors if grads else ()):
         result.gradients.append(_gradient(i, t, grads, decision, mesh_shape))
     if seconds:
@@ -349,7 +357,10 @@ def check_rule(
     second: list[Any] = []
     expected_second: list[Any] = []
     if twice:
-        second = [torch.rand(t.shape, dtype=t.dtype, generator=generator) for t in tensors]
+        second = [
+            torch.rand(t.shape, generator=generator, dtype=torch.float64).to(t.dtype)
+            for t in tensors
+        ]
         seeds = [s for s, c in zip(second, copies, strict=True) if c.requires_grad]
         pairs = [(g, s) for g, s in zip(reference, seeds, strict=True) if g is not None]
         sources = [*wanted, *(g for _, g in live)]
