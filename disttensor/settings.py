@@ -29,9 +29,11 @@ class Setting:
     allowed: ClassVar[tuple[Any, ...]]
     current: ClassVar[Callable[[], Any]]
     _variable: ClassVar[ContextVar[Any]]
+    _outer: ClassVar[ContextVar[tuple[Any, ...]]]  # values around the blocks of this thread
 
     def __init_subclass__(cls, allowed: tuple[Any, ...] = (False, True), default: Any = None):
         cls.allowed, cls._variable = allowed, ContextVar(cls.__name__, default=default)
+        cls._outer = ContextVar(f"outer {cls.__name__}", default=())
         cls.current = cls._variable.get
         SETTINGS.append(cls.current)
 
@@ -42,15 +44,16 @@ class Setting:
                 f"{type(self).__name__}({policy!r}): the policies are {', '.join(most)} and {last}"
             )
         self.policy = policy
-        self._outer: list[Any] = []
 
     def __enter__(self) -> Any:
-        self._outer.append(self._variable.get())
+        self._outer.set((*self._outer.get(), self._variable.get()))
         self._variable.set(self.policy)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._variable.set(self._outer.pop())
+        *outer, value = self._outer.get()
+        self._outer.set(tuple(outer))
+        self._variable.set(value)
 
 
 class Snapshot(NamedTuple):

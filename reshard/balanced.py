@@ -23,6 +23,8 @@ from reshard.local_moves import pad_with_neutral
 from reshard.reductions import reduce_scatter
 from reshard.registry import Axes, Tensor, register
 
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 def _dim(spec: DistSpec, axis: int) -> int:
     found = spec.layout.dim_of(axis)
@@ -50,7 +52,11 @@ def _reordered(x: Tensor, spec: DistSpec, axes: Axes, back: bool = False) -> Ten
     """Returns x with the rows in the order of the pieces of ``spec``, or in the order before."""
     (axis,) = axes
     dim = _dim(spec, axis)
-    return x.index_select(dim, _order(x.shape[dim], spec.mesh.shape[axis], back).to(x.device))
+    order = _order(x.shape[dim], spec.mesh.shape[axis], back).to(x.device)
+    if x.is_complex():
+        return x.index_select(dim, order)
+    same_bits = _INTEGERS[x.itemsize]  # torch selects rows of these in every dtype
+    return x.resolve_neg().view(same_bits).index_select(dim, order).view(x.dtype)
 
 
 @register(Replicate, Balanced, kind="slice")

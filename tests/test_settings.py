@@ -67,3 +67,24 @@ def test_strict_is_of_one_thread() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", dt.errors.FallbackWarning)
             assert isinstance(in_a_thread(lambda: torch.histc(x, bins=3)), dt.DistTensor)
+
+
+def test_one_block_entered_by_two_threads_restores_the_value_of_each() -> None:
+    shared, inside, left = dt.random.rng("fast"), threading.Event(), threading.Event()
+
+    def other() -> object:
+        with dt.random.rng("invariant"):
+            with shared:
+                inside.set()
+                left.wait(10)
+            return dt.random.rng.current()
+
+    seen: list[object] = []
+    thread = threading.Thread(target=lambda: seen.append(other()))
+    with shared:
+        thread.start()
+        inside.wait(10)
+    assert dt.random.rng.current() is None
+    left.set()
+    thread.join()
+    assert seen == ["invariant"]

@@ -233,6 +233,16 @@ def test_nobody_is_outside_of_a_sub_mesh(shape):
 
 
 @on_ranks(4)
+def test_a_pickle_of_a_tensor_keeps_the_root_of_its_mesh():
+    mesh = mesh_of((2, 2))
+    for part in (mesh["tp"], mesh["dp"], mesh["dp", "tp"], mesh["tp"]._flatten("x"), mesh):
+        x = dt.shard_tensor(torch.arange(4.0), part, [S(0), R][: part.ndim])
+        for one in (pickle.loads(pickle.dumps(x)), copy.deepcopy(x)):
+            assert one.process_mesh is part and one.process_mesh.root is part.root
+            assert one.sum().item() == 6.0
+
+
+@on_ranks(4)
 def test_checkpoints_of_sub_meshes_are_read_on_any_mesh():
     mesh = mesh_of((2, 2))
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]

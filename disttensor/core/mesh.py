@@ -346,7 +346,7 @@ class ProcessMesh:
 
     def __reduce__(self) -> tuple[Any, ...]:
         made = self.mesh, self.dim_names, self.device_type
-        return (ProcessMesh, made) if self._root is None else (_rebuilt, (*made, self._root))
+        return (ProcessMesh, made) if self._root is None else (sub_mesh, (*made, self._root))
 
 
 def _interned(
@@ -374,9 +374,10 @@ def _interned(
     return self
 
 
-def _rebuilt(ranks: Any, names: tuple[str, ...], kind: str, root: ProcessMesh) -> ProcessMesh:
+def sub_mesh(ranks: Any, names: Sequence[str], kind: str, root: ProcessMesh) -> ProcessMesh:
     """Returns a sub-mesh from its pickle: the sub-mesh of the rank that wrote it."""
-    return _interned(ranks, names, kind, root, tuple(root.axis(name) for name in names))
+    axes = tuple(root.axis(name) for name in names)
+    return _interned(np.asarray(ranks), tuple(names), kind, root, axes)
 
 
 def _array(ranks: Any) -> np.ndarray[Any, Any]:

@@ -154,7 +154,7 @@ def neutral_element(op: str, dtype: torch.dtype) -> Any:
         return 1
     if dtype == torch.bool:
         return op == "min"
-    if dtype.is_floating_point:
-        return -math.inf if op == "max" else math.inf
-    info = torch.iinfo(dtype)
+    info: Any = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+    if dtype.is_floating_point and (dtype.itemsize > 1 or dtype is torch.float8_e5m2):
+        return -math.inf if op == "max" else math.inf  # the other float8 have no infinity
     return info.min if op == "max" else info.max

@@ -17,7 +17,7 @@ from disttensor.autograd import token
 from disttensor.autograd.grad_types import scale_average_grad
 from disttensor.comm.process_group import world
 from disttensor.core.layout import Layout
-from disttensor.core.mesh import ProcessMesh, as_mesh
+from disttensor.core.mesh import ProcessMesh, as_mesh, sub_mesh
 from disttensor.core.placement import Placement
 from disttensor.core.spec import DistSpec
 from disttensor.errors import refuse_collectives, warn_once
@@ -153,7 +153,9 @@ class DistTensor(Metadata, Grad, Backward, Hooks, InPlace, Values, Checkpointabl
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Returns ``rebuild`` and its arguments: this rank's piece, the spec, and this rank."""
         spec = self.spec
-        mesh = (spec.mesh.mesh.tolist(), spec.mesh.dim_names, spec.mesh.device_type)
+        mesh = _mesh_parts(spec.mesh)
+        if spec.mesh.root is not spec.mesh:
+            mesh = *mesh, _mesh_parts(spec.mesh.root)
         local = self.local.detach()
         if local.untyped_storage().nbytes() != local.nbytes:
             local = local.clone()
@@ -183,6 +185,10 @@ def wait_for(x: DistTensor) -> DistTensor:
     return x
 
 
+def _mesh_parts(mesh: ProcessMesh) -> tuple[Any, ...]:
+    return mesh.mesh.tolist(), mesh.dim_names, mesh.device_type
+
+
 def rebuild(
     local: Tensor, mesh: Any, layout: Any, shape: Any, dtype: torch.dtype,
     flags: tuple[bool, bool], saved_by: int,
@@ -192,7 +198,9 @@ def rebuild(
     A rank off the mesh needs no piece: it makes the metadata from any pickle. Raises RuntimeError
     on a rank of the mesh whose own piece is another one.
     """
-    spec = DistSpec(ProcessMesh(*mesh), Layout(*layout), shape, dtype)
+    *own, root = mesh if len(mesh) == 4 else (*mesh, None)
+    on = ProcessMesh(*own) if root is None else sub_mesh(*own, ProcessMesh(*root))
+    spec = DistSpec(on, Layout(*layout), shape, dtype)
     here, there = spec.mesh.coordinate, spec.mesh.coordinate_of(saved_by)
     if here is None:
         device = spec.mesh.device

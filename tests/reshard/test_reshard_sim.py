@@ -141,8 +141,8 @@ def cut(x, s, place):
     """The piece of x at ``place``; each dim is split by one axis at most."""
     for p, i, n in zip(s.placements, place, s.mesh.shape, strict=True):
         if isinstance(p, Balanced):
-            rows = [range(*r) for r in balanced_ranges(x.shape[p.dim], i, n)]
-            x = x.index_select(p.dim, torch.tensor(list(itertools.chain(*rows))))
+            ranges = balanced_ranges(x.shape[p.dim], i, n)
+            x = torch.cat([x.narrow(p.dim, start, stop - start) for start, stop in ranges], p.dim)
         elif isinstance(p, S):
             x = x.chunk(n, p.dim)[i]
     return x
@@ -196,3 +196,30 @@ def test_contributions_of_mixed_kinds_are_reduced_in_order(number, largest, monk
                 b,
                 [str(x) for x in reshard.choose(spec(first, a, shape), d)],
             )
+
+
+NARROW = [torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_moves_that_compute_nothing_keep_values_of_narrow_dtypes(dtype, monkeypatch):
+    bits = torch.tensor([0, 1, 3, 5, 8, 64, 100, 120])
+    whole = bits.to(torch.int8).view(dtype) if dtype.itemsize == 1 else bits.to(dtype)
+    ends = [R, S(0), Balanced(0)]
+    pairs = [*itertools.product(ends, repeat=2), (S(0), P("max")), (S(0), P("min"))]
+
+    def body(mesh):
+        out = []
+        for a, b in pairs:
+            s, d = spec(mesh, [a], (8,), dtype), spec(mesh, [b], (8,), dtype)
+            moved = reshard.run(cut(whole, s, mesh.coordinate).clone(), s, d)
+            out.append((moved.double(), cut(whole, d, mesh.coordinate).double()))
+        return out
+
+    results = Threads((2,), monkeypatch).run_on(body)
+    for i, (a, b) in enumerate(pairs):
+        if isinstance(b, Partial):
+            got = reduce(b.reduce_op, [rows[i][0] for rows in results.values()])
+            assert torch.equal(got, whole.double()), (a, b)
+        else:
+            assert all(torch.equal(*rows[i]) for rows in results.values()), (a, b)
