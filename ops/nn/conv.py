@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ops.dims import PRODUCT, tuple_of
-from ops.empty_pieces import bias_if_empty, is_empty
+from ops.empty_pieces import grown, is_empty
 from ops.factors import Arg, Factors, NoRule
 from ops.local import LocalCall
 from ops.nn.halo import Window, halo
@@ -104,8 +104,9 @@ def _with_halo(call: LocalCall, n: int, windows: Sequence[Window], split: Sequen
     for i, one in zip(split, halos, strict=True):
         pads[i], zeros_at[i] = 0, one.zeros
     around = [z for pair in reversed(zeros_at) for z in pair]
-    shape = call.outputs[0].local_shape
-    nothing = 0 in (*shape, *call.inputs[1].local_shape)
+    run, shape = call.func, call.outputs[0].local_shape
+    if 0 in (*shape, *call.inputs[1].local_shape):
+        run = _padded(call, {i - n: windows[i].reach for i in split if not shape[i - n]})
 
     def conv(
         input: Tensor, weight: Tensor, bias: Any = None, stride: Any = 1, padding: Any = 0,
@@ -113,14 +114,27 @@ def _with_halo(call: LocalCall, n: int, windows: Sequence[Window], split: Sequen
     ) -> Tensor:  # fmt: skip
         for one in halos:
             input = one.fetch(input)
-        if nothing:
-            # Also a product, so that autocast sees a product, and second derivatives fetch on this
-            # rank too.
-            out = (input.reshape(-1)[:0] @ weight.reshape(-1)[:0]).expand(shape).clone()
-            return out if bias is None else out + bias.to(out.dtype).view(-1, *(1,) * n)
         if any(around):
             input = torch.nn.functional.pad(input, around)
-        return call.func(input, weight, bias, stride, tuple(pads), dilation, groups // parts)
+        return run(input, weight, bias, stride, tuple(pads), dilation, groups // parts)
+
+    return conv
+
+
+def _padded(call: LocalCall, least: dict[int, int]) -> Any:
+    """Returns the convolution of pieces whose empty dims are padded, the image with ones and the
+    weight with zeros; the padding is cut off from the result. So the graph is the same as on other
+    ranks, for gradients of every order. ``least``: size by dim, where it is not 1."""
+    kept = tuple(slice(0, n) for n in call.outputs[0].local_shape)
+
+    def grow(x: Tensor, sizes: dict[int, int], value: float) -> Tensor:
+        lacks = [max(0, sizes.get(d, 1) - x.shape[d]) for d in range(-1, -x.ndim - 1, -1)]
+        return torch.nn.functional.pad(x, [n for lack in lacks for n in (0, lack)], value=value)
+
+    def conv(input: Tensor, weight: Tensor, *rest: Any, **words: Any) -> Tensor:
+        words = {k: grown(v) for k, v in words.items()}
+        given = grow(input, least, 1.0), grow(weight, {}, 0.0), *map(grown, rest)
+        return call.func(*given, **words)[kept]
 
     return conv
 
@@ -129,7 +143,7 @@ def _on_pieces(call: LocalCall, n: int) -> Any:
     """Returns the convolution with the groups that this rank has."""
     parts = call.count(call.axes("g"))
     if is_empty(call):
-        return bias_if_empty(call, bias_dim=-n - 1)
+        return _padded(call, {})
     if parts == 1:
         return call.func
 

@@ -38,3 +38,25 @@ CASES: list[tuple[Any, ...]] = [
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0].__name__}{c[2:3]}")
 def test_second_derivatives(case: Any) -> None:
     assert check_rule(*case, twice=True, rtol=1e-8, atol=1e-8)
+
+
+IMAGE = torch.randn(3, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+TAPS = torch.randn(3, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(10))
+EMPTY: list[tuple[Any, ...]] = [
+    (F.conv1d, IMAGE, TAPS, TAPS[0, :3, 0].contiguous()), (F.conv1d, IMAGE, TAPS),
+    (F.conv1d, IMAGE[:, :3].contiguous(), TAPS[:, :3].contiguous(), None, 1, 1),
+    (F.conv_transpose1d, IMAGE, TAPS.transpose(0, 1).contiguous(), TAPS[0, :3, 0].contiguous()),
+    (F.conv2d, IMAGE[:, :, None].repeat(1, 1, 6, 1), TAPS[..., None].repeat(1, 1, 1, 3)),
+    (F.linear, IMAGE[:, 0], W.t()), (torch.matmul, IMAGE[:, 0], W), (F.layer_norm, X, (3,)),
+    (torch.softmax, IMAGE, 0), (torch.std, IMAGE, 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", EMPTY, ids=lambda c: f"{c[0].__name__} {len(c)}")
+def test_ranks_with_empty_pieces_agree_which_first_gradient_has_a_graph(case: Any) -> None:
+    tensors = [v for v in case if isinstance(v, torch.Tensor)]
+    for frozen in ((), *([(i,) for i in range(len(tensors))] if len(tensors) > 1 else [])):
+        check_rule(
+            *case, twice=True, mesh_shape=(4,), tries=8, partial=(), frozen=frozen, rtol=1e-8,
+            atol=1e-8,
+        )  # fmt: skip
