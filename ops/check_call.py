@@ -38,7 +38,10 @@ Tensor = torch.Tensor
 Function = Callable[..., Any]
 
 _REFUSALS = {RuntimeError, TypeError, ValueError, IndexError, NotImplementedError}
-_NO_ANSWER = re.compile("meta|fake|generator|cuda|data-dependent", re.IGNORECASE)
+_NO_ANSWER = re.compile(
+    "meta (tensor|backend|device|kernel)|'meta|register_meta|fake|generator|cuda|data-dependent",
+    re.IGNORECASE,
+)
 _OF_KERNELS = re.compile(  # errors that no kernel for ``meta`` raises, or not in these cases
     "not implemented for|scalar type|dtype|can't be cast|result type|floating point|boolean|complex"
     "|multiple times|non-zero size"
@@ -85,11 +88,12 @@ def check_call(
         factors: of the call; None: the rule does not cover it, or has raised an error.
         device: the type of the device of the mesh.
     """
-    unknown = any(x.dtype is None for x in collect((args, kwargs), [], Arg))
-    if unknown or not is_torch(func) or _is_private(func):
+    if not is_torch(func) or _is_private(func):
         return None
     elementwise = factors is not None and _is_elementwise(factors)
     found = None if elementwise else shared_without_data(func, args, kwargs)
+    if any(x.dtype is None for x in collect((args, kwargs), [], Arg)):
+        return found
     sizes = iter(_one_element(factors, collect((args, kwargs), [], Arg)))
 
     def small(x: Arg) -> Bare:
@@ -142,7 +146,7 @@ def _asked(
                 out = func(*args, **kwargs)
             found = _shared(out, given)
         except Exception as error:
-            text = str(error)
+            text = re.sub(r"torch\.Meta(\w+)Type", r"torch.\1Tensor", str(error))
             told = type(error) in _REFUSALS and not _NO_ANSWER.search(text)
             of_kernel = _OF_KERNELS.search(text) is not None
             if told and (make is _ones or of_kernel is (make is _indices)):

@@ -52,8 +52,6 @@ def group_norm(
     """batch and whole groups may be split; the rest of the channels and all that follows stay
     whole"""
     channels = input.shape[1]
-    if channels % num_groups:
-        raise RuntimeError(f"group_norm: {channels} channels do not make {num_groups} groups")
     dims = ("n", ("g", "c"), *range(input.ndim - 2))
     sizes: dict[Any, int] = {"g": num_groups, "c": channels // num_groups}
     inputs = (dims, *((("g", "c"),) for o in (weight, bias) if isinstance(o, Arg)))

@@ -25,13 +25,6 @@ def joined(tensors: Sequence[Arg], lifts: Sequence[Dims | None], dim: int) -> Fa
         raise NoRule("joining tensors with different numbers of dims")
     shapes = [[1 if d is None else t.shape[d] for d in lift] for t, lift in pairs]
     sides = shapes[0]
-    for shape in shapes:
-        for d, (size, side) in enumerate(zip(shape, sides, strict=True)):
-            if d != dim and size != side:
-                raise RuntimeError(
-                    f"Sizes of tensors must match except in dimension {dim}: {side} and {size} in "
-                    f"dimension {d}"
-                )
     sides[dim] = sum(shape[dim] for shape in shapes)
     # letters are numbered in the lifted dims, so that vectors and matrices meet
     own = [d if origin is not None else None for d, origin in enumerate(pairs[0][1])]
@@ -64,10 +57,6 @@ def cat(tensors: Sequence[Arg], dim: int = 0) -> Factors:
 @rule(*named("stack"), exact=True)
 def stack(tensors: Sequence[Arg], dim: int = 0) -> Factors:
     """a new dim, whole"""
-    if any(t.shape != tensors[0].shape for t in tensors):
-        raise RuntimeError(
-            f"stack expects tensors of equal size: {[list(t.shape) for t in tensors]}"
-        )
     at, dims = front(dim, tensors[0].ndim + 1), letters_of(tensors[0])
     return joined(tensors, [(*dims[:at], None, *dims[at:])] * len(tensors), at)
 

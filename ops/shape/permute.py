@@ -43,8 +43,6 @@ def adjoint(input: Arg, owner: Any = None) -> Factors:
 def permute(input: Arg, *dims: Any) -> Factors:
     """the dims in another order"""
     order = fronts(numbers(dims), input.ndim)
-    if sorted(order) != list(range(input.ndim)):
-        raise RuntimeError(f"permute(dims): {list(order)} is no order of {input.ndim} dims")
     return moved(input, order)
 
 
