@@ -63,9 +63,6 @@ class Observer:
         """Reads the local of ``x`` for a use that varies over ``axes``, by ``read(x, axes)``."""
         return read(x, axes)
 
-    def read_for_reshard(self, x: Any) -> None:
-        """Sees that ``x`` is read for a reshard that may depend on whether x is a leaf."""
-
     def write(self, x: Any, tracked: bool) -> None:
         """Sees a write to the DistTensor ``x``. ``tracked``: autograd has counted it."""
 

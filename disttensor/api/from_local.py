@@ -18,9 +18,9 @@ from disttensor.core.mesh import ProcessMesh, as_mesh
 from disttensor.core.placement import Placement
 from disttensor.core.spec import DistSpec, check_spec, layout_from, spec_of
 from disttensor.meta import execute
+from disttensor.tensor import views
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.values import axes_of_grad
-from disttensor.tensor.versions import hand_out
 
 Tensor = torch.Tensor
 
@@ -112,9 +112,10 @@ def from_pieces(
         local = reshard_local(local, read, GradType(spec), None) if axes else local.view_as(local)
     elif local.requires_grad:
         local = local.detach()
+    out = wrap(local, spec)
     if layout.partial:
-        hand_out(local)
-    return wrap(local, spec)
+        views.hand_out(out)
+    return out
 
 
 def _check_pieces(spec: DistSpec, everyone: Sequence[tuple[int, ...]]) -> None:

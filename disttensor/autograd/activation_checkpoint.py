@@ -39,7 +39,16 @@ class Run:
     """``with Run(notes, ...):`` runs the forward of a region, which adds to its notes, or a
     recomputation, which takes the notes one by one."""
 
-    __slots__ = ("begin", "ended", "is_recompute", "notes", "outer", "regions", "taken")
+    __slots__ = (
+        "__weakref__",
+        "begin",
+        "ended",
+        "is_recompute",
+        "notes",
+        "outer",
+        "regions",
+        "taken",
+    )
 
     def __init__(self, notes: list[Any], is_recompute: bool) -> None:
         self.notes, self.is_recompute = notes, is_recompute
@@ -84,11 +93,11 @@ def recompute_around(run: Run | None) -> Run | None:
 
 
 def region() -> Any:
-    """Returns an identity of this code's region and run: a weak reference to the top hook of the
-    stack of saved-tensors hooks. Aliases made in one region are not used in another, because each
-    region saves the same tensors in its forward and its recomputation."""
-    top = top_saved_tensors_hooks(True)
-    return None if top is None else weakref.ref(top[0])
+    """Returns an identity of this code's region and run: a weak reference to the innermost run.
+    Aliases made in one region are not used in another, because each region saves the same tensors
+    in its forward and its recomputation."""
+    run = INNERMOST.get()
+    return None if run is None else weakref.ref(run)
 
 
 def repeated_note(run: Run | None, sure: bool = True) -> Any:

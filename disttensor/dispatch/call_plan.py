@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, IntEnum
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 from disttensor.comm.compare_programs import CallSignature
@@ -46,14 +46,6 @@ class Read(NamedTuple):
 CONSTANT = Read(ReadKind.CONSTANT)
 
 
-class Origin(Enum):
-    """How the result is made again for a use that varies over other axes."""
-
-    NONE = 0
-    VIEW = 1  # the same view of a use of the first argument
-    REPEAT = 2  # repeats the call, which is cheaper than communication
-
-
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class CallPlan:
     """The plan of all calls of one key, in the one form of a call (``ops/signatures.py``).
@@ -69,6 +61,7 @@ class CallPlan:
     is_view           some results are views.
     views             for each result the number of the tensor that it is a view of, and whether it
                       is a copy, as data was moved (see tensor/views.py); or None.
+    derives           number of the tensor from which varying uses make the result again, or None.
     writes            numbers of the tensors that are written; None: no in-place call.
     untracked_writes  autograd does not count these writes: fused kernels, custom operators.
     may_reuse         for each tensor: True if pending, so that an earlier reduction may be read.
@@ -94,7 +87,7 @@ class CallPlan:
     template: Any = None
     is_view: bool = False
     views: tuple[tuple[int, bool] | None, ...] = ()
-    origin: Origin = Origin.NONE
+    derives: int | None = None
     writes: tuple[int, ...] | None = None
     untracked_writes: bool = False
     order: tuple[int, ...] | None = None

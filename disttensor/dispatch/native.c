@@ -52,20 +52,21 @@
     X(DistTensor) X(Tensor) X(Parameter) X(Size) X(Uses) X(Generator) /* classes */ \
     X(RULES) X(integers) /* the table of rules, and a descriptor of Rule */ \
     X(dtype_class) X(memory_format) X(layout) \
-    X(CallPlan) X(Answer) X(Out) X(NO_ORIGIN) \
+    X(CallPlan) X(Answer) X(Out) \
     X(local) X(spec) X(meta_tensor) /* descriptors of DistTensor and DistSpec */ \
     X(shape) X(dtype) X(requires_grad) X(grad_fn) X(is_leaf) /* of Tensor */ \
     X(make_subclass) X(is_grad_enabled) X(autocast_is_on) /* of torch */ \
     X(functions_are_seen) X(modes_see_functions) \
     X(dispatch) X(first_call) X(carry_out) X(note) X(note_error) X(wrap_outputs) X(derive) \
     X(written) X(count) X(share) X(nothing) X(orphan) \
-    X(LIVE) X(INFERENCE) /* a dict and a list that are mostly empty */
+    X(LIVE) /* a dict that is mostly empty */
 
 /* Names of attributes. */
 #define NAMES(X) \
-    X(_uses) X(_view_state) X(_reduced) X(aliases) X(origin) \
+    X(_uses) X(_view_state) X(_reduced) X(aliases) \
     X(local_for) X(call) X(mesh) X(device) X(value) X(local) X(reads) X(keywords) X(results) \
-    X(template) X(is_view) X(writes) X(order) X(untracked_writes) X(may_reuse) X(native) \
+    X(template) X(is_view) X(derives) X(writes) X(order) X(untracked_writes) X(may_reuse) \
+    X(native) \
     X(dtype) X(strides)
 
 static struct {
@@ -534,15 +535,14 @@ set_plan(NativePlan *p, PyObject *plan)
     p->writes = tuple_field(plan, state.str.writes, 1);
     PyObject *reads = tuple_field(plan, state.str.reads, 0);
     PyObject *reuse = tuple_field(plan, state.str.may_reuse, 0);
-    PyObject *origin = field(plan, state.str.origin);
     p->order = tuple_field(plan, state.str.order, 1);
-    if (!p->local || !p->keywords || !p->specs || !p->writes || !reads || !reuse || !origin
-        || !p->order || !set_reads(p, reads) || !set_results(p)
+    if (!p->local || !p->keywords || !p->specs || !p->writes || !reads || !reuse || !p->order
+        || !set_reads(p, reads) || !set_results(p)
         || (p->order != Py_None && PyTuple_GET_SIZE(p->order) != p->nreads)) {
         return 0;
     }
     p->may_reuse = PyTuple_GET_SIZE(reuse) > 0;
-    p->derives = origin != state.NO_ORIGIN;
+    p->derives = field(plan, state.str.derives) != Py_None;
     p->is_view = field(plan, state.str.is_view) == Py_True;
     p->untracked_writes = field(plan, state.str.untracked_writes) == Py_True;
     if (p->local != Py_None) {
@@ -715,7 +715,7 @@ in_graph(PyObject *local)
     return needs > 0 ? is_true(PyObject_CallNoArgs(state.is_grad_enabled)) : needs;
 }
 
-/* Returns the local for a use that varies over axes: the Alias of a leaf, of version -1, which
+/* Returns the local for a use that varies over axes: the Alias of a leaf, marked by -1, which
  * mostly exists, or the local itself where no gradient comes back. Python makes all others. */
 static PyObject *
 local_for(PyObject *x, PyObject *axes)
@@ -804,22 +804,17 @@ fits(const NativePlan *p, const Call *call, PyObject *tensors)
     return fine;
 }
 
-/* Returns whether x has no alias or origin that a write makes stale. Aliases of a leaf share its
+/* Returns whether x has no alias or derivation that a write makes stale. Aliases of a leaf share its
  * memory and stay. -1: an error. */
 static int
 has_no_uses(PyObject *x)
 {
-    PyObject *uses = PyObject_GetAttr(x, state.str._uses);
-    int none = uses ? uses == Py_None : -1;
-    if (!none && Py_TYPE(uses) == (PyTypeObject *)state.Uses) {
-        none = is_none(uses, state.str.origin);
-        if (none > 0 && !(none = is_none(uses, state.str.aliases))) {
-            PyObject *local = get(state.local, x);
-            none = local ? is_true(get(state.is_leaf, local)) : -1;
-            Py_XDECREF(local);
-        }
+    int none = is_none(x, state.str._uses);
+    if (!none) {
+        PyObject *local = get(state.local, x);
+        none = local ? is_true(get(state.is_leaf, local)) : -1;
+        Py_XDECREF(local);
     }
-    Py_XDECREF(uses);
     return none;
 }
 
@@ -827,7 +822,7 @@ has_no_uses(PyObject *x)
 static int
 mark_written(PyObject *x)
 {
-    int nothing = !PyObject_IsTrue(state.LIVE) && !PyObject_IsTrue(state.INFERENCE);
+    int nothing = !PyObject_IsTrue(state.LIVE);
     nothing = nothing ? is_none(x, state.str._reduced) : 0;
     nothing = nothing > 0 ? has_no_uses(x) : nothing;
     if (nothing) {
@@ -868,7 +863,7 @@ mark_all_written(const NativePlan *p, PyObject *tensors)
     return failed;
 }
 
-/* Sets how varying uses of a result are made. */
+/* Records from what a result was made. */
 static int
 derive(const NativePlan *p, Call *call, PyObject *result)
 {

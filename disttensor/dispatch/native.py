@@ -26,7 +26,7 @@ from disttensor.cache import call_when_cleared
 from disttensor.comm import compare_programs, lone_failure
 from disttensor.core.spec import DistSpec
 from disttensor.dispatch import dispatch, outputs, run, writes
-from disttensor.dispatch.call_plan import Answer, CallPlan, Origin
+from disttensor.dispatch.call_plan import Answer, CallPlan
 from disttensor.observe import observers
 from disttensor.tensor import versions, views
 from disttensor.tensor.dist_tensor import DistTensor
@@ -90,7 +90,6 @@ def _configure(module: Any) -> None:
         Uses=Uses, Generator=torch.Generator, RULES=RULES, integers=Rule.__dict__["integers"],
         dtype_class=torch.dtype, memory_format=torch.memory_format,
         layout=torch.layout, CallPlan=CallPlan, Answer=Answer, Out=TensorResult,
-        NO_ORIGIN=Origin.NONE,
         local=DistTensor.__dict__["local"], spec=DistTensor.__dict__["spec"],
         meta_tensor=DistSpec.__dict__["meta_tensor"],
         shape=Tensor.shape, dtype=Tensor.dtype, requires_grad=Tensor.requires_grad,
@@ -104,7 +103,6 @@ def _configure(module: Any) -> None:
         derive=run.derive,
         written=writes.mark_written, count=versions.count, share=views.register_view,
         nothing=token.no_grad_token, orphan=token.no_source_token, LIVE=views.LIVE,
-        INFERENCE=versions.INFERENCE,
     )  # fmt: skip
     call_when_cleared(module.plans.clear)
     for name in METHODS:

@@ -3,14 +3,14 @@
 
 The tensor keeps its placement and its local, and the reduced value is stored with it. A later call
 that could use the pending value reads the reduced value instead. Exceptions: the tensor was written
-since, or the call is in another region of activation checkpointing (a recomputation must make the
-same calls as its forward). Ranks off the mesh take the same decision, without values.
+to since, or the call is in another region of activation checkpointing (a recomputation must make
+the same calls as its forward). Ranks off the mesh take the same decision, without values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -19,23 +19,48 @@ from disttensor.core.spec import DistSpec
 from disttensor.dispatch import strict
 from disttensor.dispatch.call_plan import CallPlan
 from disttensor.pytree import collect, substitute
+from disttensor.tensor import views
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.grad import is_gradient
 from disttensor.tensor.reshard import resharded, resharded_local
-from disttensor.tensor.versions import INFERENCE, is_handed_out, version
+from disttensor.tensor.versions import is_handed_out, version
+from disttensor.torch_private import FakeTensor, storage_id
 
 Tensor = torch.Tensor
 
 
-class Reduced(NamedTuple):
-    """A reduced value: ``source`` and its ``version``, the resulting ``value``, ``grad`` (a graph
-    was built) and ``region``, the region of activation checkpointing."""
+class Reduced:
+    """A reduced value: the ``source`` and its ``version`` when it was reduced, the resulting
+    ``value``, ``grad`` (a graph was built) and ``region``, the region of activation checkpointing.
 
-    source: Tensor
-    version: int
-    value: DistTensor
-    grad: bool
-    region: Any
+    ``content``: the bytes of a source that this rank's user may write to in ways that nothing
+    counts. Calls that write drop the kept value (``views.invalidate``).
+    """
+
+    __slots__ = ("content", "grad", "region", "source", "value", "version")
+
+    def __init__(self, source: Tensor, value: DistTensor, grad: bool) -> None:
+        self.source, self.value, self.grad = source, value, grad
+        self.version, self.region = version(source), region()
+        self.content: Tensor | None = None
+        if is_handed_out(source):
+            self.keep_content()
+
+    def keep_content(self) -> None:
+        if self.content is None and not (
+            self.source.is_meta or isinstance(self.source, FakeTensor)
+        ):
+            self.content = _bytes(self.source).clone()
+
+    def is_current(self, local: Tensor) -> bool:
+        """Returns True if ``local`` is the source, and has not been written to."""
+        if self.source is not local or self.version != version(local):
+            return False
+        return self.content is None or torch.equal(self.content, _bytes(local))
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.detach().reshape(-1).view(torch.uint8)
 
 
 def _grad(x: DistTensor) -> bool:
@@ -43,32 +68,29 @@ def _grad(x: DistTensor) -> bool:
 
 
 def store(x: DistTensor, dst: DistSpec) -> DistTensor:
-    """Reduces ``x`` to ``dst``. The result is kept unless writes to ``x`` may be uncounted."""
-    local = x.local
+    """Reduces ``x`` to ``dst``, and keeps the result."""
     inside = dst.mesh.coordinate is not None
     # only the local: a reference to x would be a cycle
     value = wrap(resharded_local(x, dst, ()) if inside else resharded(x, dst).local, dst)
-    if inside and is_handed_out(local):
-        return value
-    if local.is_inference():
-        INFERENCE[:] = [True]
-    x._reduced = Reduced(local, version(local), value, _grad(x), region())
+    keep(x, value, _grad(x))
     return value
+
+
+def keep(x: DistTensor, value: DistTensor, grad: bool) -> None:
+    """Keeps ``value``, the reduction of the pending ``x``, for later calls."""
+    x._reduced = Reduced(x.local, value, grad)
+    views.follow_writes(x, storage_id(x.local.untyped_storage()))
 
 
 def lookup(x: DistTensor) -> DistTensor | None:
     """Returns the value of ``x`` that an earlier call has reduced, or None."""
-    kept = x._reduced
+    kept: Reduced | None = x._reduced
     if kept is None or kept.grad is not _grad(x) or kept.region != region():
         return None
     if not x.is_initialized:
         return resharded(x, kept.value.spec)
-    local = x.local
-    if is_handed_out(local):
-        return None
-    if kept.source is not local or kept.version != version(local):
-        return store(x, kept.value.spec)  # written through an alias of its memory
-    return kept.value
+    # else each rank has written to its local: by to_local(), or in a function of local_map
+    return kept.value if kept.is_current(x.local) else store(x, kept.value.spec)
 
 
 def find(plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[int, DistTensor]:

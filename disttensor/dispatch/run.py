@@ -15,11 +15,15 @@ import torch
 from disttensor import observe
 from disttensor.comm import objects
 from disttensor.dispatch import reduction_cache, strict
-from disttensor.dispatch.call_plan import Answer, CallPlan, Origin, Planned, Read, ReadKind
+from disttensor.dispatch.call_plan import Answer, CallPlan, Planned, Read, ReadKind
 from disttensor.dispatch.outputs import wrap_outputs
 from disttensor.dispatch.pending_grads import needs_reduction, reduce_pending
+<<<<<<< HEAD
 from disttensor.dispatch.plan_call import variant_of
 from disttensor.dispatch.rematerialize import repeat, versions_of
+=======
+from disttensor.dispatch.plan_call import plan_under_autocast
+>>>>>>> 1155ae8 (Make derivations data, and run hooks of leaves at the end of a backward)
 from disttensor.dispatch.writes import mark_written
 from disttensor.meta import execute as off_mesh
 from disttensor.observe import observers
@@ -29,8 +33,8 @@ from disttensor.tensor import views
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.reshard import resharded_local
 from disttensor.tensor.tensor_meta import describe_tensors
-from disttensor.tensor.uses import origin_of, set_origin
-from disttensor.tensor.versions import count, version
+from disttensor.tensor.uses import RepeatedCall, set_derivation
+from disttensor.tensor.versions import count
 from disttensor.torch_private import make_subclass
 
 Tensor = torch.Tensor
@@ -115,9 +119,15 @@ def _compute(
     if x is not None and out is x.local:
         return x
     result = wrap_outputs(out, plan.results)
+<<<<<<< HEAD
     if plan.is_view:
         _relate(plan, args, kwargs, given, named, result)
     elif plan.origin is Origin.REPEAT:
+=======
+    if x is not None and plan.is_view:
+        _relate(plan, x, args, result)
+    if plan.derives is not None:
+>>>>>>> 1155ae8 (Make derivations data, and run hooks of leaves at the end of a backward)
         derive(plan, args, kwargs, result)
     return result
 
@@ -201,9 +211,10 @@ def _write(plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return None if out is None else args[0] if args else targets[0]
 
 
-# Views, and results that are recomputed for varying uses -----------------------------------------
+# Views, and results that are recomputed ----------------------------------------------------------
 
 
+<<<<<<< HEAD
 def _relate(
     plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any], given: list[Any], named: Any,
     result: Any,
@@ -220,35 +231,34 @@ def _relate(
             continue
         if view is not None and view[1]:
             back = partial(_setitem, x, args[1]) if plan.func is Tensor.__getitem__ else None
+=======
+def _relate(plan: CallPlan, x: DistTensor, args: Sequence[Any], result: Any) -> None:
+    """Relates the results of a view to the first argument."""
+    if plan.is_copy:
+        back = partial(_setitem, x, args[1]) if plan.func is Tensor.__getitem__ else None
+        for r in collect(result, []):
+>>>>>>> 1155ae8 (Make derivations data, and run hooks of leaves at the end of a backward)
             views.register_copy(r, x, plan.func, back)
         elif x._view_state is not None:
             views.inherit_copy(r, x)
 
 
-def _derive_view(
-    plan: CallPlan, x: DistTensor, given: list[Any], named: Any, result: DistTensor
-) -> None:
-    set_origin(result, partial(view_of_use, plan.local, x, tuple(given[1:]), named))
-
-
-def view_of_use(local: Any, x: DistTensor, rest: Any, named: Any, axes: Any) -> Tensor:
-    """Returns the view for a use varying over ``axes``: the function on ``x.local_for(axes)``."""
-    return observe.run_local(local, (x.local_for(axes), *rest), named)
-
-
 def derive(plan: CallPlan, args: Sequence[Any], kwargs: Any, result: Any) -> None:
-    """Sets the function (the origin) that ``local_for`` calls to make the result for a varying use.
-    C calls it for results that are recomputed."""
+    """Records from which argument ``result`` was made, if varying uses make it from there again. C
+    calls it too."""
+    # x.split(n) returns a tuple, also of one piece
+    if type(result) is not DistTensor or not result.local.requires_grad or not _grad():
+        return
     kwargs = kwargs or {}
-    if plan.origin is Origin.VIEW:
-        given, named = _read_all(plan, args, kwargs)
-        _derive_view(plan, args[0], given, named, result)
-    elif result.local.requires_grad and _grad() and origin_of(result) is None:
-        made = versions_of([t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)])
-        value = result.local
-        local: Any = plan.local
-        parts = local, tuple(args), kwargs, made, value, version(value), result.spec
-        set_origin(result, partial(repeat, *parts))
+    if kwargs and plan.order is not None:
+        args, kwargs = _in_order(plan, args, kwargs)
+    source = collect((args, kwargs), [])[plan.derives or 0]
+    given, named = _read_all(plan, args, kwargs)
+    places = [*enumerate(args), *kwargs.items()]
+    at: Any = next(i for i, a in places if a is source)
+    del (given if type(at) is int else named)[at]
+    call = RepeatedCall(plan.local, given, named, at)  # type: ignore[arg-type]
+    set_derivation(result, result.local, source, call)
 
 
 # Off the mesh ---------------------------------------------------------------------------------

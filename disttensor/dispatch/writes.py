@@ -10,7 +10,6 @@ from disttensor import observe
 from disttensor.tensor import views
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.uses import invalidate
-from disttensor.tensor.versions import INFERENCE
 from disttensor.torch_private import schemas_of
 
 Function = Callable[..., Any]
@@ -28,7 +27,7 @@ def is_untracked(func: Function) -> bool:
 def mark_written(x: DistTensor, tracked: bool = True) -> None:
     """Updates state after a write to the local of ``x``: earlier uses have the old value.
     ``tracked``: autograd has counted the write."""
-    if x._uses is not None or x._reduced is not None or views.LIVE or INFERENCE:
+    if x._uses is not None or x._reduced is not None or views.LIVE:
         invalidate(x)
     if x._view_state is not None:
         views.write_back(x)

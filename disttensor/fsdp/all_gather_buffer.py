@@ -16,7 +16,7 @@ from disttensor.comm.groups import Group
 from disttensor.comm.work import Work, finished
 from disttensor.fsdp.bucket import BucketLayout
 from disttensor.fsdp.param import FSDPParam
-from disttensor.tensor.versions import counts_twice, version
+from disttensor.tensor.versions import is_shared, version
 from disttensor.torch_private import set_versions
 
 Tensor = torch.Tensor
@@ -57,7 +57,7 @@ class AllGatherBuffer:
     def _is_written_unseen(self) -> bool:
         """Returns True if writes to a parameter may not be counted: after ``p.data = y``, a write
         to y."""
-        return any(counts_twice(p.sharded_param.local) for p in self.params)
+        return any(is_shared(p.sharded_param.local) for p in self.params)
 
     def _versions(self) -> list[tuple[int, int]]:
         return [p.version() for p in self.params]

@@ -38,7 +38,7 @@ from disttensor.observe import observers
 from disttensor.pytree import find_tensors, replace_tensors
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.grad_slot import grad_memory_of
-from disttensor.tensor.uses import set_origin
+from disttensor.tensor.uses import forget_derivation
 from disttensor.torch_private import current_backward
 
 Tensor = torch.Tensor
@@ -213,7 +213,7 @@ class Engine:
         forward.ran.add(module)
         for x in outputs if segment.buffers and not segment.persist else ():
             if isinstance(x, DistTensor):  # its aliases must not be made from freed memory
-                set_origin(x, None)
+                forget_derivation(x)
         if forward.is_over(segment.modules, self.calls > 0):
             self._close(segment)
         return output if copied else None

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from disttensor.core.spec import DistSpec
 from disttensor.pytree import rebuild
 from disttensor.tensor.dist_tensor import DistTensor, wait_for, wrap
 from disttensor.tensor.hooks import on_local, to_local
@@ -16,22 +17,27 @@ from disttensor.tensor.hooks import on_local, to_local
 class _Node:
     """The node of the locals, for a hook that is to get DistTensors."""
 
-    def __init__(self, node: Any, tensors: Sequence[Any]) -> None:
-        self.node, self.tensors = node, tensors
+    def __init__(self, node: Any, specs: Sequence[DistSpec | None]) -> None:
+        self.node, self.specs = node, specs
 
     def register_hook(self, hook: Callable[..., Any]) -> Any:
         def local_hook(inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
-            out = hook(self._convert(on_local, inputs), self._convert(on_local, outputs))
+            out = hook(self._convert(_shown, inputs), self._convert(_shown, outputs))
             return None if out is None else self._convert(to_local, out)
 
         return self.node.register_hook(local_hook)
 
     def _convert(self, convert: Callable[..., Any], grads: Sequence[Any]) -> tuple[Any, ...]:
-        """Converts the gradients of DistTensors."""
+        """Converts the gradients of DistTensors, which have a spec. No DistTensor is kept: the node
+        would keep the arguments of the module alive."""
         return tuple(
-            convert(x, g) if type(x) is DistTensor and g is not None else g
-            for x, g in zip(self.tensors, grads, strict=True)
+            g if spec is None or g is None else convert(spec, g)
+            for spec, g in zip(self.specs, grads, strict=True)
         )
+
+
+def _shown(spec: DistSpec, g: Any) -> Any:
+    return on_local(DistTensor, spec, g)
 
 
 def wrap_apply_on_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,13 +45,14 @@ def wrap_apply_on_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def apply(self: Any, fn: Callable[[Any], Any], args: Any) -> Any:
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        specs = [a.spec if isinstance(a, DistTensor) else None for a in tensors]
         dist = [wait_for(a) for a in tensors if isinstance(a, DistTensor)]
         if not dist:
             return original(self, fn, args)
         if not all(x.is_initialized for x in dist):
             return args, None
         locals_ = rebuild(args, [a.local if type(a) is DistTensor else a for a in args])
-        out, places = original(self, lambda node: fn(_Node(node, tensors)), locals_)
+        out, places = original(self, lambda node: fn(_Node(node, specs)), locals_)
         if places is None:
             return args, None
         return rebuild(args, [

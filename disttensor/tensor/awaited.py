@@ -25,10 +25,11 @@ from disttensor import observe
 from disttensor.autograd.grad_types import GradType, reshard_local
 from disttensor.comm.work import Work
 from disttensor.core.spec import DistSpec
-from disttensor.tensor.base import MeshTensor, varying_axes
+from disttensor.tensor.base import MeshTensor
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.in_place import InPlace
-from disttensor.tensor.reshard import resharded, set_result_of
+from disttensor.tensor.reshard import resharded
+from disttensor.tensor.uses import set_derivation, varying_axes
 from disttensor.torch_private import make_subclass
 from reshard import planner
 
@@ -126,5 +127,5 @@ def start_reshard(x: DistTensor, dst: DistSpec) -> DistTensor:
         out._arrival = PendingLocal(work, moved)
         out.spec = dst
     if in_graph:
-        set_result_of(out, x, moved)
+        set_derivation(out, moved, x)
     return out

@@ -234,7 +234,12 @@ def _gradient(x: MeshTensor, pieces: list[tuple[GradCollector | None, Axes, Tens
     parts = []
     for owner in dict.fromkeys(of for of, _, _ in pieces):
         mine = [(axes, g) for of, axes, g in pieces if of is owner]
-        parts.append(owner.gradient(mine) if owner else as_gradient(x, *combine_gradients(x, mine)))
+        if owner is not None:
+            parts.append(owner.gradient(mine))
+        elif (slot := x._grad_slot) is not None and slot.hooks is not None:
+            parts.append(slot.hooks.run(mine))
+        else:
+            parts.append(as_gradient(x, *combine_gradients(x, mine)))
     grad: Any = parts[0] if len(parts) == 1 else parts[0] + parts[1]
     if x.spec.mesh.root.size == world()[1]:
         return grad

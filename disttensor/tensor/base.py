@@ -15,12 +15,19 @@ from disttensor.core.layout import Axes
 from disttensor.core.spec import DistSpec
 from disttensor.observe import observers
 from disttensor.tensor.grad_slot import GradSlot
-from disttensor.tensor.uses import UseMode, Uses, alias_of, mode_of
+from disttensor.tensor.uses import Uses, alias_of
 from disttensor.tensor.views import ViewState
 from disttensor.torch_private import make_subclass
 
 Tensor = torch.Tensor
 T = TypeVar("T", bound="MeshTensor")
+
+
+def make(cls: Any, local: Tensor, spec: DistSpec) -> Any:
+    """Returns a tensor of the class ``cls``."""
+    out: Any = make_subclass(cls, spec.meta_tensor)
+    out.local, out.spec = local, spec
+    return out
 
 
 class MeshTensor(Tensor):
@@ -38,9 +45,7 @@ class MeshTensor(Tensor):
 
     def like(self, local: Tensor, spec: DistSpec) -> Self:
         """Returns another tensor of this class."""
-        out: Self = make_subclass(type(self), spec.meta_tensor)
-        out.local = local
-        out.spec = spec
+        out: Self = make(type(self), local, spec)
         return out
 
     @property
@@ -64,21 +69,3 @@ def as_parameter(x: T) -> T:
     """Marks ``x`` itself as an ``nn.Parameter``; ``nn.Parameter(x)`` would make another tensor."""
     x._is_param = True
     return x
-
-
-def varying_axes(x: MeshTensor, dst: DistSpec, axes: Axes) -> Axes:
-    """Returns the axes over which the use of x varies if x is resharded to ``dst`` and the result
-    is used varying over ``axes``. Axes on which x is split or pending are left out.
-
-    The axes that split ``dst`` are included if x is a leaf without hooks: it collects the gradient
-    of its slice as a contribution, without communication.
-    """
-    for o in observe.seeing_calls():
-        o.read_for_reshard(x)
-    spec = x.spec
-    cut = dst.layout.sharded if mode_of(x) is UseMode.LEAF else ()
-    if not axes and not cut:
-        return ()
-    return tuple(
-        [a for a in range(spec.mesh.ndim) if a not in spec.varies and (a in axes or a in cut)]
-    )

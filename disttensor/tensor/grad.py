@@ -108,7 +108,7 @@ def get_grad(x: T) -> T | None:
             if slot.grad is not waiting:
                 remember_grad(x, waiting, made=True)
             return waiting
-    if uses is None or (not uses.frozen and (uses.aliases is None or not x.local.is_leaf)):
+    if uses is None or uses.aliases is None:
         total = x.local.grad
         if total is None:
             return None
@@ -202,9 +202,7 @@ def set_grad(x: MeshTensor, value: Any) -> None:
         return  # gradients are where the values are
     axes: Axes = ()
     if isinstance(value, MeshTensor):
-        hooked = x._uses is not None and x._uses.hooked
-        # other leaves cannot hold a pending gradient
-        if x.local.requires_grad and x.local.is_leaf and not hooked:
+        if x.local.is_leaf:  # other tensors cannot hold a pending gradient
             whole = x.spec.varies
             axes = tuple(a for a, op in value.spec.layout.partial if op == "sum" and a not in whole)
         local = resharded(value, grad_spec(x, axes).with_dtype(value.spec.dtype)).local

@@ -37,6 +37,7 @@ class GradSlot:
     fixed_by   the feature that relies on the leaf's layout and dtype.
     memory     the persistent memory of its gradient.
     bucket     equal for leaves whose gradients are reduced together, during the backward.
+    hooks      of a leaf: see ``disttensor.tensor.leaf_hooks``.
     """
 
     grad: Any = None
@@ -45,6 +46,7 @@ class GradSlot:
     fixed_by: str = ""
     memory: GradMemory | None = None
     bucket: object = None
+    hooks: Any = None
 
 
 def grad_slot(x: Any) -> GradSlot:
@@ -71,16 +73,9 @@ def keep_grad(x: Any, axes: Axes, g: Tensor) -> None:
 def drop_grads(x: Any) -> None:
     """Drops all collected gradients of x."""
     x.local.grad = None
-    uses = x._uses
-    if uses is None:
-        return
-    if uses.origin is None and not uses.frozen:  # the fast path for most leaves
-        for alias, made_at, _ in uses.aliases.values() if uses.aliases is not None else ():
-            if made_at < 0:
-                alias.grad = None
-        return
-    for _, leaf in leaves_of(x)[1:]:
-        leaf.grad = None
+    if x._uses is not None:
+        for _, leaf in leaves_of(x)[1:]:
+            leaf.grad = None
 
 
 def shown_grad(x: Any) -> Any:

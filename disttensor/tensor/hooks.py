@@ -1,5 +1,4 @@
-"""Hooks on gradients. Hooks on a leaf see the reduced gradient: later uses reduce it in the
-backward."""
+"""Hooks on gradients: of leaves by ``LeafHooks``, of other tensors on their locals."""
 
 from __future__ import annotations
 
@@ -12,15 +11,13 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from disttensor.autograd.grad_types import GradType, gradient_type
-from disttensor.autograd.joined_backward import run_after_backward, this_backward
 from disttensor.autograd.split_backward import mark_hooked
-from disttensor.core.layout import Axes
 from disttensor.core.spec import DistSpec
-from disttensor.tensor.base import MeshTensor
+from disttensor.tensor.base import MeshTensor, make
 from disttensor.tensor.grad_slot import collector_of
+from disttensor.tensor.leaf_hooks import leaf_hooks
 from disttensor.tensor.reshard import resharded
-from disttensor.tensor.uses import hook as hook_uses
-from disttensor.tensor.uses import leaves_of
+from disttensor.tensor.uses import forget_derivation, leaves_of
 from disttensor.tensor.versions import version
 from reshard import cross_mesh
 
@@ -28,24 +25,18 @@ Tensor = torch.Tensor
 _SHOWN = "_disttensor_shown"  # attribute of a local gradient: weak references to DistTensors of it
 
 
-class Handles(RemovableHandle):
-    """Removes a hook from all tensors on which it was registered. ``id`` is unique."""
-
-    def __init__(self, handles: list[Any]) -> None:
-        super().__init__(OrderedDict())
-        self.handles = handles
-
-    def remove(self) -> None:
-        for handle in self.handles:
-            handle.remove()
+def _registered(hooks: OrderedDict[int, Callable[[Any], Any]], hook: Any) -> RemovableHandle:
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
 
 
 class Hooks(MeshTensor):
     def register_hook(self, hook: Callable[[Any], Any]) -> Any:
         """Registers a hook, as Tensor.register_hook does. The hook gets the gradient as a
-        DistTensor and may return another one."""
+        DistTensor and may return another one. All ranks of the mesh register it."""
         if not self.is_initialized and self.local.requires_grad:
-            return Handles([])  # the gradient does not come here
+            return RemovableHandle(OrderedDict())  # the gradient does not come here
         collector = collector_of(self)
         if collector is not None:
             raise RuntimeError(
@@ -53,11 +44,17 @@ class Hooks(MeshTensor):
                 "on a temporary copy. register_post_accumulate_grad_hook is called when "
                 "the parameter has its gradient; to change it, change p.grad there"
             )
-        hook_uses(self, of_leaf=self.local.is_leaf)
-        found = leaves_of(self)
-        for _, t in found:
-            mark_hooked(t.grad_fn)
-        return Handles([t.register_hook(_on_local(self, hook, axes)) for axes, t in found])
+        if self.local.is_leaf and self.local.requires_grad:
+            return _registered(leaf_hooks(self).tensor_hooks, hook)
+        if len(leaves_of(self)) > 1:
+            raise RuntimeError(
+                f"register_hook on {self.spec!r}: parts of its gradient do not pass through it any "
+                "more, because it is a view or a reshard, and calls have used it. Register the "
+                "hook before its first use"
+            )
+        forget_derivation(self)
+        mark_hooked(self.local.grad_fn)
+        return self.local.register_hook(_on_local(type(self), self.spec, hook))
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Any], Any]) -> Any:
         """Registers a hook that is called with this leaf once per backward, when all its uses have
@@ -67,72 +64,56 @@ class Hooks(MeshTensor):
                 "post accumulate grad hooks cannot be registered on non-leaf tensors"
             )
         if not self.is_initialized:
-            return Handles([])
+            return RemovableHandle(OrderedDict())
         collector = collector_of(self)
-        if collector is not None:
-            handle = RemovableHandle(collector.hooks)
-            collector.hooks[handle.id] = hook
-            return handle
-        hook_uses(self, of_leaf=True)
-        waiting = [-1]  # the backward at whose end the hook runs (not after an error)
-
-        def done() -> None:
-            waiting[0] = -1
-            hook(self)
-
-        def on(_: Tensor) -> None:
-            if waiting[0] != this_backward():
-                waiting[0] = this_backward()
-                run_after_backward(done)
-
-        return Handles([leaf.register_post_accumulate_grad_hook(on) for _, leaf in leaves_of(self)])
+        hooks = leaf_hooks(self).post_hooks if collector is None else collector.hooks
+        return _registered(hooks, hook)
 
     def retain_grad(self) -> None:
         if self.local.is_leaf:
             self.local.retain_grad()  # nothing to do, or torch's error
         elif self.is_initialized:
-            hook_uses(self)
             for _, t in leaves_of(self):
                 mark_hooked(t.grad_fn)
                 t.retain_grad()
 
 
-def _on_local(x: MeshTensor, hook: Callable[[Any], Any], axes: Axes) -> Callable[[Tensor], Any]:
-    """Returns ``hook`` for the gradient of the local of x's use varying over ``axes``."""
+def _on_local(cls: Any, spec: DistSpec, hook: Callable[[Any], Any]) -> Callable[[Tensor], Any]:
+    """Returns ``hook`` for the gradient of a local of ``spec``. It holds no reference to the
+    tensor, in whose graph it stays."""
 
     def local_hook(g: Tensor) -> Any:
-        grad = on_local(x, g, axes)
+        grad = on_local(cls, spec, g)
         before = version(grad.local)
         out = hook(grad)
         if out is None and grad.local is not g and version(grad.local) != before:
             out = grad  # a copy of g, which the hook wrote to in place
-        return None if out is None else to_local(x, out, axes)
+        return None if out is None else to_local(spec, out)
 
     return local_hook
 
 
-def _grad_spec_of(x: MeshTensor, axes: Axes, dtype: torch.dtype) -> tuple[DistSpec, float]:
+def _grad_spec_of(spec: DistSpec, dtype: torch.dtype) -> tuple[DistSpec, float]:
     """Returns the spec of the gradient of a local, and its divisor (for a pending average)."""
-    typed, divided = gradient_type(GradType(x.spec, axes))
-    return typed.spec.with_dtype(dtype), 1.0 if x.local.is_leaf else divided
+    typed, divided = gradient_type(GradType(spec))
+    return typed.spec.with_dtype(dtype), divided
 
 
-def on_local(x: MeshTensor, g: Tensor, axes: Axes = ()) -> MeshTensor:
-    """Returns the gradient ``g`` of the local of x's use varying over ``axes`` as a DistTensor: the
+def on_local(cls: Any, of: DistSpec, g: Tensor) -> MeshTensor:
+    """Returns the gradient ``g`` of the local of a non-leaf of the spec ``of`` as a DistTensor: the
     same object for each hook, as long as a hook refers to it."""
-    spec, scale = _grad_spec_of(x, axes, g.dtype)
-    key = spec, scale
+    spec, scale = key = _grad_spec_of(of, g.dtype)
     known = g.__dict__.get(_SHOWN, {}).get(key)
     found: MeshTensor | None = None if known is None else known()
     if found is None or found.spec is not spec:
-        found = x.like(g if scale == 1.0 else g * scale, spec)
+        found = make(cls, g if scale == 1.0 else g * scale, spec)
         g.__dict__.setdefault(_SHOWN, {})[key] = weakref.ref(found)
     return found
 
 
-def to_local(x: MeshTensor, out: Tensor, axes: Axes = ()) -> Tensor:
+def to_local(of: DistSpec, out: Tensor) -> Tensor:
     """Converts the gradient returned by a hook to a gradient of the local."""
-    spec, scale = _grad_spec_of(x, axes, out.dtype)
+    spec, scale = _grad_spec_of(of, out.dtype)
     if isinstance(out, MeshTensor):
         local = resharded(out, spec).local
     else:

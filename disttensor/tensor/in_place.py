@@ -15,14 +15,8 @@ from disttensor.core.spec import DistSpec
 from disttensor.tensor import views
 from disttensor.tensor.base import MeshTensor
 from disttensor.tensor.grad_slot import collector_of, remember_grad
-from disttensor.tensor.uses import (
-    forget_hooked_aliases,
-    invalidate,
-    leaves_of,
-    origin_of,
-    set_origin,
-)
-from disttensor.tensor.versions import hand_out
+from disttensor.tensor.uses import forget_leaves, invalidate, leaves_of, made_from
+from disttensor.tensor.versions import mark_shared
 from disttensor.torch_private import no_torch_function
 
 Tensor = torch.Tensor
@@ -58,11 +52,13 @@ class InPlace(MeshTensor):
         return _share_memory(self, self.local.detach())
 
     def detach_(self) -> Self:
-        if self.is_initialized:
-            self.local.detach_()
-        else:
+        if not self.is_initialized:
             _replace_token(self, False)
-        set_origin(self, None)
+        elif self.local.is_leaf:
+            self.requires_grad_(False)
+        else:
+            self.local.detach_()
+            self._uses = None
         return self
 
     def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Self:
@@ -83,8 +79,7 @@ class InPlace(MeshTensor):
     def data(self) -> Self:
         out = _share_memory(self, self.local.data)
         views.view_state(out).uncounted = True
-        if self.is_initialized:
-            hand_out(out.local)
+        views.hand_out(self)
         return out
 
     @data.setter
@@ -118,16 +113,14 @@ class InPlace(MeshTensor):
             # torch's own ``data`` cannot replace a meta tensor by a tensor with memory
             local = value.local.data.requires_grad_(self.local.requires_grad)
             self.local = scale_average_grad(local, value.spec)
-            if self._uses is not None:
-                self._uses.aliases = None
+            forget_leaves(self)
         elif value.is_initialized:
-            for _, t in leaves_of(self):
+            for _, t in leaves_of(self) if self.local.is_leaf else [((), self.local)]:
                 t.data = value.local.data
-            hand_out(self.local, twice=True)
+            mark_shared(self.local)
         source = value.local
         if value.spec.layout.partial or (source.requires_grad and not source.is_leaf):
-            views.view_state(self).uncounted = True
-        forget_hooked_aliases(self)
+            views.view_state(self).uncounted = views.view_state(value).uncounted = True
         invalidate(self)
         if value.spec is not self.spec:
             remember_grad(self, None)
@@ -156,9 +149,10 @@ def become(x: MeshTensor, value: MeshTensor) -> MeshTensor:
             f"{x.spec!r} is a leaf that requires grad: it cannot be changed in place"
         )
     token.replacements[0] += 1
-    x.local = value.local
+    before = x.like(x.local, x.spec)  # what ``value`` and other results were made from
+    before._uses = x._uses
     invalidate(x)
-    set_origin(x, origin_of(value))
+    x.local, x._uses = value.local, made_from(value, x, before)
     remember_grad(x, None)
     _change_spec(x, value.spec)
     return x

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextvars import ContextVar
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -25,9 +24,8 @@ from disttensor.core.mesh import ProcessMesh
 from disttensor.core.placement import Placement
 from disttensor.core.spec import DistSpec, spec_of
 from disttensor.tensor import views
-from disttensor.tensor.base import MeshTensor, varying_axes
-from disttensor.tensor.uses import set_origin
-from disttensor.tensor.versions import version
+from disttensor.tensor.base import MeshTensor
+from disttensor.tensor.uses import set_derivation, varying_axes
 from disttensor.torch_private import storage_id
 from reshard import cross_mesh
 from reshard.cross_mesh import start
@@ -98,26 +96,8 @@ def resharded(x: T, dst: DistSpec, fresh: bool = False) -> T:
         moved = moved.clone()
     out = x.like(moved, dst)
     if moved.requires_grad:
-        set_result_of(out, x, moved)
+        set_derivation(out, moved, x)
     return out
-
-
-def set_result_of(out: MeshTensor, x: MeshTensor, moved: Tensor) -> None:
-    """Marks ``out`` as a reshard of x, with the local ``moved``."""
-    made_at = version(moved)
-    set_origin(out, partial(reshard_for_use, x, out.spec, moved, moved.detach(), made_at))
-
-
-def reshard_for_use(
-    x: MeshTensor, dst: DistSpec, moved: Tensor, known: Tensor, made_at: int, axes: Axes
-) -> Tensor:
-    """Reshards ``x`` again for a use varying over ``axes``, with the value ``known``: the origin of
-    the result of a reshard."""
-    # x was written to since, perhaps through a view: ``known`` is an old value
-    if version(moved) != made_at:
-        return apply_transition(moved, transition_between(dst, (), dst, axes), None)
-    read = varying_axes(x, dst, axes)
-    return apply_transition(x.local_for(read), transition_between(x.spec, read, dst, axes), [known])
 
 
 _targets: Cache[Any, DistSpec] = Cache(4096)

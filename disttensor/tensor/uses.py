@@ -1,107 +1,216 @@
 """Uses: the tensors in autograd's graph through which the value of a DistTensor is read.
 
 A use that varies over mesh axes reads an *alias*: it has the value of the local, and its gradient
-has another meaning (``disttensor.autograd.grad_types``). ``mode_of`` says how an alias is made:
+has another meaning (``disttensor.autograd.grad_types``). An alias is made in one of three ways:
 
-    LEAF      the local is a leaf without hooks: a second leaf with the same memory, which collects
-              a gradient of its own
-    DERIVED   the tensor was made from others: ``origin(axes)`` makes it from them again
+    LEAF      the local is a leaf: a second leaf with the same memory, which collects a gradient of
+              its own
+    DERIVED   the tensor is a view, the result of a reshard, or of a call that is cheap to repeat,
+              and its ``Derivation`` still holds: it is made from its source again
     LOCAL     any other tensor, and one with hooks: the local, behind a node whose backward reduces
 
-Transitions: ``set_origin`` (to DERIVED), ``hook`` (to LOCAL), ``invalidate`` (after a write, from
-DERIVED to LOCAL or LEAF). A tensor gets its Uses with its first alias.
-"""
+A derivation is data. It has the ``SourceState`` of its source: what the source stood for when the
+result was made. If the source has changed since (it was written to, detached or frozen, or it has
+other memory), the state does not hold any more, and aliases are made from the local. This is right
+too, and costs one reduction more."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from enum import Enum
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
 
+from disttensor import observe
 from disttensor.autograd.activation_checkpoint import region
 from disttensor.autograd.grad_types import apply_transition, scale_average_grad, transition_between
 from disttensor.core.layout import Axes
-from disttensor.tensor.versions import INFERENCE, UNTRACKED, count
+from disttensor.core.spec import DistSpec
 from disttensor.tensor.views import invalidate as invalidate_views
+from disttensor.torch_private import storage_id
 
 Tensor = torch.Tensor
-Origin = Callable[[Axes], Tensor]
-ANY = -1  # the version of an alias that shares the memory of its tensor
 
 
-class UseMode(Enum):
-    LEAF = "leaf"
-    DERIVED = "derived"
-    LOCAL = "local"
+class SourceState(NamedTuple):
+    """What the DistTensor ``x`` stood for at one moment. ``version``: of its local by autograd."""
+
+    x: Any
+    local: Tensor
+    spec: DistSpec
+    version: int
+    is_leaf: bool
+    storage: Any
+
+    def holds(self) -> bool:
+        """Returns True if x still stands for the same node of autograd's graph. A write to a leaf
+        keeps its node."""
+        x, local = self.x, self.local
+        if x.local is not local or x.spec is not self.spec or not local.requires_grad:
+            return False
+        if local.is_leaf is not self.is_leaf:
+            return False
+        return self.is_leaf or local._version == self.version
+
+    def is_unchanged(self) -> bool:
+        """Returns True if x has the same value in the same memory."""
+        return self.local._version == self.version and self.has_memory_of(self.local)
+
+    def has_memory_of(self, local: Tensor) -> bool:
+        return storage_id(local.untyped_storage()) == storage_id(self.storage)
+
+
+class RepeatedCall(NamedTuple):
+    """The call of a local function: a view function, or one that is cheap to repeat. ``at``: the
+    position or keyword of the source, which the arguments do not contain."""
+
+    local_fn: Callable[..., Any]
+    args: Sequence[Any]
+    named: dict[str, Any]
+    at: int | str = 0
+
+    def tensors(self) -> list[tuple[Tensor, int]]:
+        """Returns the other tensor arguments with their versions."""
+        given = (*self.args, *self.named.values())
+        return [(t, t._version) for t in given if isinstance(t, Tensor) and not t.is_inference()]
+
+    def run(self, source: Tensor) -> Tensor:
+        args, named = list(self.args), self.named
+        if isinstance(self.at, str):
+            named = {**named, self.at: source}
+        else:
+            args.insert(self.at, source)
+        out: Tensor = observe.run_local(self.local_fn, args, named)
+        return out
+
+
+class Derivation(NamedTuple):
+    """How the local of a result was made from ``source``: by ``call``, or by a reshard. ``given``:
+    the other tensors that the call read, with their versions."""
+
+    source: SourceState
+    call: RepeatedCall | None = None
+    given: Sequence[tuple[Tensor, int]] = ()
+
+
+class Made(IntEnum):
+    """How an alias was made. native.c tests for a number below 0."""
+
+    LEAF = -1
+    DERIVED = 0
+    LOCAL = 1
 
 
 class Alias(NamedTuple):
-    """``version``: of the local when the alias was made; ``region``: of activation checkpointing,
-    in which it was made."""
+    """``region``: of activation checkpointing, in which the alias was made."""
 
     local: Tensor
-    version: int
+    made: Made
     region: Any
 
 
 class Uses:
     """
-    aliases  by the axes over which their uses vary.
-    origin   makes the aliases of a DERIVED tensor.
-    frozen   aliases from before hooks were registered, or of other regions.
-    hooked   True for a leaf with hooks, which must see the reduced gradient.
+    aliases     by the axes over which their uses vary.
+    version     of the local, of which aliases and derivation are.
+    derivation  how the tensor was made, or None.
+    older       derived aliases of other regions of activation checkpointing.
     """
 
     aliases: dict[Axes, Alias] | None = None
-    origin: Origin | None = None
-    frozen: tuple[tuple[Axes, Tensor], ...] = ()
-    hooked: bool = False
+    version: int = 0
+    derivation: Derivation | None = None
+    older: tuple[tuple[Axes, Tensor], ...] = ()
 
 
 def uses_of(x: Any) -> Uses:
-    """Returns the Uses of x, which it makes if there is none."""
+    """Returns the Uses of x for its present value."""
     uses: Uses | None = x._uses
-    if uses is None:
+    local: Tensor = x.local
+    if uses is None or not (local.is_leaf or uses.version == local._version):
         uses = x._uses = Uses()
+        uses.version = 0 if local.is_inference() else local._version
     return uses
-
-
-def mode_of(x: Any) -> UseMode:
-    uses: Uses | None = x._uses
-    if uses is not None and uses.origin is not None:
-        return UseMode.DERIVED
-    hooked = uses is not None and uses.hooked
-    return UseMode.LEAF if x.local.is_leaf and not hooked else UseMode.LOCAL
 
 
 def alias_of(x: Any, axes: Axes) -> Tensor:
     """Returns the local of x for a use that varies over ``axes``, see ``MeshTensor.local_for``."""
     uses: Uses | None = x._uses
+    local: Tensor = x.local
     if uses is not None and uses.aliases is not None:
         hit = uses.aliases.get(axes)
         if hit is not None and (
-            hit[1] < 0 or (hit[1] == x.local._version + UNTRACKED[0] and hit[2] == region())
+            hit[1] < 0 or (uses.version == local._version and hit[2] == region())
         ):
             return hit[0]
-    local: Tensor = x.local
     if not axes or not local.requires_grad or not torch.is_grad_enabled():
         return local
-    uses = uses or uses_of(x)
-    made_at, mode = local._version + UNTRACKED[0], mode_of(x)
-    if mode is UseMode.DERIVED:
-        alias = uses.origin(axes)  # type: ignore[misc]
-    elif mode is UseMode.LEAF:
-        alias, made_at = scale_average_grad(local.detach().requires_grad_(), x.spec), ANY
+    uses = uses_of(x)
+    derived = None if local.is_leaf else _derived(x, uses.derivation, axes)
+    if local.is_leaf:
+        made, alias = Made.LEAF, _second_leaf(x, axes)
+    elif derived is not None:
+        made, alias = Made.DERIVED, derived
+        if local.retains_grad:
+            alias.retain_grad()
     else:
+        made = Made.LOCAL
         alias = apply_transition(local, transition_between(x.spec, (), x.spec, axes), None)
     if uses.aliases is None:
         uses.aliases = {}
-    elif axes in uses.aliases and mode is UseMode.DERIVED and not local.is_leaf:
-        uses.frozen += ((axes, uses.aliases[axes].local),)  # of another region
-    uses.aliases[axes] = Alias(alias, made_at, region())
+    earlier = uses.aliases.get(axes)
+    if earlier is not None and earlier.made is Made.DERIVED:
+        uses.older += ((axes, earlier.local),)
+    uses.aliases[axes] = Alias(alias, made, region())
     return alias
+
+
+def _second_leaf(x: Any, axes: Axes) -> Tensor:
+    """Returns a leaf with the memory of the leaf of x. All that users set on a leaf and that counts
+    in a backward is passed on here."""
+    leaf = x.local.detach().requires_grad_(x.local.requires_grad)
+    if x.local.grad_dtype is not x.local.dtype:
+        leaf.grad_dtype = x.local.grad_dtype
+    scale_average_grad(leaf, x.spec)
+    slot = x._grad_slot
+    if slot is not None and slot.hooks is not None:
+        slot.hooks.watch(axes, leaf)
+    return leaf
+
+
+def varying_axes(x: Any, dst: DistSpec, axes: Axes) -> Axes:
+    """Returns the axes over which the use of x varies if x is resharded to ``dst`` and the result
+    is used varying over ``axes``. Axes on which x is split or pending are left out.
+
+    The axes that split ``dst`` are included if x is a leaf: it collects the gradient of its slice
+    as a contribution, without communication.
+    """
+    spec = x.spec
+    cut = dst.layout.sharded if x.local.is_leaf else ()
+    if not axes and not cut:
+        return ()
+    return tuple(
+        [a for a in range(spec.mesh.ndim) if a not in spec.varies and (a in axes or a in cut)]
+    )
+
+
+def _derived(x: Any, derivation: Derivation | None, axes: Axes) -> Tensor | None:
+    """Makes the local of x from its source again, for a use that varies over ``axes``. Returns None
+    if this cannot be done, or no longer."""
+    if derivation is None or not derivation.source.holds():
+        return None
+    source, call, given = derivation
+    if call is None:
+        dst = x.spec
+        read = varying_axes(source.x, dst, axes)
+        used = source.x.local_for(read)
+        transition = transition_between(source.spec, read, dst, axes)
+        return apply_transition(used, transition, [x.local.detach()])
+    is_view = source.has_memory_of(x.local) and source.has_memory_of(source.local)
+    if not (is_view or source.is_unchanged()) or any(t._version != n for t, n in given):
+        return None
+    return call.run(source.x.local_for(axes))
 
 
 # Reading --------------------------------------------------------------------------------------
@@ -110,64 +219,68 @@ def alias_of(x: Any, axes: Axes) -> Tensor:
 def leaves_of(x: Any) -> list[tuple[Axes, Tensor]]:
     """Returns the tensors in autograd's graph whose gradients sum to x's gradient: the local, and
     one alias for each set of varying axes. The aliases of a leaf are leaves too; other aliases
-    count if they were made from x's origin."""
+    count if they were made from x's source."""
     uses: Uses | None = x._uses
     if uses is None:
         return [((), x.local)]
-    from_origin = not x.local.is_leaf and uses.origin is not None
     made = uses.aliases.items() if uses.aliases is not None else ()
-    aliases = [(axes, alias) for axes, (alias, made_at, _) in made if from_origin or made_at < 0]
-    return [((), x.local), *aliases, *uses.frozen]
+    aliases = [(axes, alias) for axes, (alias, how, _) in made if how is not Made.LOCAL]
+    return [((), x.local), *aliases, *uses.older]
 
 
 def count_leaves(x: Any) -> int:
-    """Returns the number of ``leaves_of`` a leaf x without an origin."""
+    """Returns the number of ``leaves_of`` a leaf x."""
     uses: Uses | None = x._uses
-    if uses is None:
-        return 1
-    return 1 + len(uses.frozen) + (len(uses.aliases) if uses.aliases is not None else 0)
+    return 1 + (0 if uses is None or uses.aliases is None else len(uses.aliases))
 
 
 def aliases_of_leaf(x: Any) -> list[Tensor]:
     """Returns the aliases of a leaf x."""
-    uses: Uses | None = x._uses
-    if uses is None or uses.aliases is None:
-        return []
-    return [alias for alias, made_at, _ in uses.aliases.values() if made_at < 0]
-
-
-def origin_of(x: Any) -> Origin | None:
-    uses: Uses | None = x._uses
-    return None if uses is None else uses.origin
+    return [alias for _, alias in leaves_of(x)[1:]]
 
 
 # Transitions ----------------------------------------------------------------------------------
 
 
-def set_origin(x: Any, origin: Origin | None) -> None:
-    """Sets the function that makes aliases of x, and drops the existing aliases. None: aliases are
-    made from the local."""
-    if origin is not None or x._uses is not None:
-        uses = uses_of(x)
-        uses.aliases, uses.origin = None, origin
+def set_derivation(
+    result: Any, local: Tensor, source: Any, call: RepeatedCall | None = None
+) -> None:
+    """Records that ``result``, a new tensor with the local ``local`` in autograd's graph, was made
+    from ``source``."""
+    x = source.local
+    state = SourceState(source, x, source.spec, x._version, x.is_leaf, x.untyped_storage())
+    uses = result._uses = Uses()
+    given = () if call is None else call.tensors()
+    uses.version, uses.derivation = local._version, Derivation(state, call, given)
 
 
-def set_uses(x: Any, origin: Origin | None, aliases: Sequence[tuple[Axes, Tensor]]) -> None:
-    """Sets the uses of a new tensor: the function that makes aliases, and the existing aliases."""
-    uses = uses_of(x)
-    uses.origin = origin
-    if aliases:
-        now = x.local._version + UNTRACKED[0], region()
-        uses.aliases = {axes: Alias(alias, *now) for axes, alias in aliases}
+def derivation_of(x: Any) -> Derivation | None:
+    return None if x._uses is None else x._uses.derivation
 
 
-def hook(x: Any, of_leaf: bool = False) -> None:
-    """Makes every later use of x go through its local (which has hooks), and freezes the earlier
-    aliases. ``of_leaf``: x is a leaf, and the hooks must see its reduced gradient."""
-    uses = uses_of(x)
-    uses.frozen = tuple(leaves_of(x)[1:])
-    uses.aliases = uses.origin = None
-    uses.hooked = of_leaf or uses.hooked
+def forget_derivation(x: Any) -> None:
+    """Makes later aliases of x from its local."""
+    if x._uses is not None:
+        x._uses.derivation = None
+
+
+def made_from(result: Any, source: Any, other: Any) -> Uses | None:
+    """Returns the Uses of ``result`` with ``other`` in the place of its source ``source``."""
+    uses: Uses | None = result._uses
+    derivation = derivation_of(result)
+    if uses is not None and derivation is not None and derivation.source.x is source:
+        uses.derivation = derivation._replace(source=derivation.source._replace(x=other))
+    return uses
+
+
+def forget_leaves(x: Any) -> None:
+    """Drops the aliases of a leaf whose local was replaced."""
+    x._uses = None
+
+
+def set_aliases(x: Any, aliases: Sequence[tuple[Axes, Tensor]]) -> None:
+    """Gives a new tensor the aliases of its local that the end of a recorded program has."""
+    uses_of(x).aliases = {axes: Alias(alias, Made.LOCAL, region()) for axes, alias in aliases}
 
 
 def add_leaf(x: Any, axes: Axes) -> Tensor:
@@ -175,30 +288,17 @@ def add_leaf(x: Any, axes: Axes) -> Tensor:
     for own, leaf in leaves_of(x):
         if own == axes:
             return leaf
-    with torch.enable_grad():
-        if not uses_of(x).hooked:
-            return alias_of(x, axes)
-        leaf = x.local.detach().requires_grad_()
-        uses_of(x).frozen += ((axes, leaf),)
-        return leaf
-
-
-def forget_hooked_aliases(x: Any) -> None:
-    """Drops the aliases of a hooked leaf whose memory was replaced: they hold the old value."""
-    uses: Uses | None = x._uses
-    if uses is not None and uses.hooked:
-        uses.aliases = None
+    uses = uses_of(x)
+    uses.aliases = {} if uses.aliases is None else uses.aliases
+    leaf = _second_leaf(x, axes)
+    uses.aliases[axes] = Alias(leaf, Made.LEAF, None)
+    return leaf
 
 
 def invalidate(x: Any) -> None:
-    """Drops everything that was made from the old value, after an in-place write: the origin, the
-    reduction, the aliases of a non-leaf. Copies in place of views raise when used."""
-    uses: Uses | None = x._uses
-    if uses is not None:
-        uses.origin = None
-        if not x.local.is_leaf:
-            uses.aliases = None
+    """Drops everything that was made from the old value, after an in-place write: the derivation,
+    the reduction, the aliases of a non-leaf. Copies in place of views raise when used."""
+    if x._uses is not None and not x.local.is_leaf:
+        x._uses = None
     x._reduced = None
-    if INFERENCE and x.local.is_inference():
-        count(x.local)
     invalidate_views(x.local)

@@ -1,12 +1,11 @@
-"""Counts writes to the memory of a tensor. A result kept for a value (a reduction, a gathered copy,
-an alias) is valid as long as the count is unchanged.
+"""Counts writes to the memory of a tensor. A value kept for a tensor (a reduction, an alias, a
+gathered copy) is valid as long as the count is unchanged.
 
-Autograd counts writes in ``_version``, with three exceptions: ``x.data`` has its own count,
+Autograd counts most writes in ``_version``, with three exceptions: ``x.data`` has its own count,
 inference tensors have none, and kernels outside autograd (fused optimizers, custom ops) change
 none. The dispatcher counts such writes here, so all ranks count alike; the storage has the number
-of the last one. Some writes are not counted at all, for example through another name after
-``x.data``, or by NumPy after ``to_local()``. ``hand_out`` marks such memory: no reduction of a
-pending value in it is kept.
+of the last one. A count is compared for its own storage only: a number of the process would differ
+between ranks, which write to tensors on meshes of their own.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from typing import Any
 import torch
 
 UNTRACKED = [0]  # the number of writes counted here, to any memory
-INFERENCE: list[bool] = []  # not empty: some result is kept for an inference tensor
 
 
 def version(local: torch.Tensor) -> int:
@@ -29,21 +27,6 @@ def version(local: torch.Tensor) -> int:
     return by_autograd + int(getattr(storage, "last_uncounted", 0))
 
 
-def hand_out(local: torch.Tensor, twice: bool = False) -> None:
-    """Marks memory of ``local`` that may be written to without a count. ``twice``: two DistTensors
-    share it and count separately, after ``x.data = y``."""
-    storage: Any = local.untyped_storage()
-    storage.handed_out = twice or counts_twice(local)
-
-
-def is_handed_out(local: torch.Tensor) -> bool:
-    return hasattr(local.untyped_storage(), "handed_out")
-
-
-def counts_twice(local: torch.Tensor) -> bool:
-    return getattr(local.untyped_storage(), "handed_out", False)
-
-
 def count(*locals_: torch.Tensor) -> None:
     """Counts a write to the memory of each tensor that autograd has not counted."""
     count_storages([local.untyped_storage() for local in locals_])
@@ -53,3 +36,24 @@ def count_storages(storages: Sequence[Any]) -> None:
     UNTRACKED[0] += len(storages)
     for storage in storages:
         storage.last_uncounted = UNTRACKED[0]
+
+
+def mark_shared(local: torch.Tensor) -> None:
+    """Marks memory that two DistTensors share after ``x.data = y``: autograd counts the writes to
+    each separately."""
+    storage: Any = local.untyped_storage()
+    storage.is_shared = True
+
+
+def is_shared(local: torch.Tensor) -> bool:
+    return hasattr(local.untyped_storage(), "is_shared")
+
+
+def mark_handed_out(local: torch.Tensor) -> None:
+    """Marks memory that this rank's user may write to in ways that nothing counts."""
+    storage: Any = local.untyped_storage()
+    storage.handed_out = True
+
+
+def is_handed_out(local: torch.Tensor) -> bool:
+    return hasattr(local.untyped_storage(), "handed_out")

@@ -1,4 +1,5 @@
-"""Copies in place of views, and views on a rank off the mesh.
+"""What a write to memory makes stale: copies in place of views, kept reductions, and views on a
+rank off the mesh.
 
 A view function that had to move data returns a copy. In one process a write to either tensor would
 be visible in the other. So a write to such a copy is refused or brought back to its source. After a
@@ -17,10 +18,12 @@ import torch
 
 from disttensor.errors import name_of
 from disttensor.pytree import collect
-from disttensor.tensor.versions import count
+from disttensor.tensor.versions import count, mark_handed_out
 from disttensor.torch_private import make_subclass, storage_id
 
-LIVE: dict[int, list[weakref.ref[Any]]] = {}  # storage -> its copies in place of views
+# storage -> the tensors of which a write to it changes something: copies in place of views, and
+# tensors with a kept reduction
+LIVE: dict[int, list[weakref.ref[Any]]] = {}
 # storages of copies whose write is being brought back: they are not stale
 _current: list[int] = []
 
@@ -86,16 +89,34 @@ def _follow(
     state = copy._view_state = ViewState()
     state.func, state.storages, state.write_back = func, storages, write_back
     for storage in storages:
-        key = storage_id(storage)
+        follow_writes(copy, storage_id(storage))
 
-        def gone(ref: weakref.ref[Any], key: int = key) -> None:
-            left = [r for r in LIVE.get(key, ()) if r is not ref]
-            if left:
-                LIVE[key] = left
-            else:
-                LIVE.pop(key, None)
 
-        LIVE.setdefault(key, []).append(weakref.ref(copy, gone))
+def follow_writes(x: Any, key: int) -> None:
+    """Lets writes to the storage ``key`` invalidate what is kept of ``x``."""
+    if any(r() is x for r in LIVE.get(key, ())):
+        return
+
+    def gone(ref: weakref.ref[Any]) -> None:
+        left = [r for r in LIVE.get(key, ()) if r is not ref]
+        if left:
+            LIVE[key] = left
+        else:
+            LIVE.pop(key, None)
+
+    LIVE.setdefault(key, []).append(weakref.ref(x, gone))
+
+
+def hand_out(x: Any) -> None:
+    """Marks the local of a pending ``x``, which this rank's user gets. The user may write to it in
+    ways that nothing counts (NumPy), so kept reductions of it are compared by content. A read
+    changes nothing else: it may happen on one rank only."""
+    if x.spec.layout.partial and x.is_initialized:
+        mark_handed_out(x.local)
+        for ref in LIVE.get(storage_id(x.local.untyped_storage()), ()):
+            other = ref()
+            if other is not None and other._reduced is not None:
+                other._reduced.keep_content()
 
 
 def refuse_copy(x: Any, func: Any) -> None:
@@ -119,16 +140,29 @@ def write_back(x: Any) -> None:
             state.write_back(x)
 
 
+def has_copies(local: torch.Tensor) -> bool:
+    """Returns True if a write to ``local`` would make a copy in place of a view stale."""
+    refs = LIVE.get(storage_id(local.untyped_storage()), ()) if LIVE else ()
+    return any(x._view_state is not None for r in refs if (x := r()) is not None)
+
+
 def invalidate(written: torch.Tensor) -> None:
-    """Marks copies of ``written``, whose memory has changed, as stale."""
+    """Drops what was made of the memory of ``written``, which a call that all ranks make has
+    changed: kept reductions. Marks copies of it as stale."""
     if not LIVE:
         return
     for ref in LIVE.get(storage_id(written.untyped_storage()), ()):
         copy = ref()
+        if copy is None:
+            continue
+        copy._reduced = None
+        state = copy._view_state
         if (
-            copy is None
+            state is None
+            or state.func is None
             or isinstance(copy.local, StaleView)
             or storage_id(copy.local.untyped_storage()) in _current
+            or storage_id(copy.local.untyped_storage()) == storage_id(written.untyped_storage())
         ):
             continue
         copy.local = stale = make_subclass(StaleView, copy.spec.meta_tensor)

@@ -109,10 +109,6 @@ class GuardedForward(InstanceForward):
         """Runs the forward. Returns its result, and the program or the reason for having none."""
         raise NotImplementedError
 
-    def is_stale(self, program: Any) -> bool:
-        """Returns True if a program must be traced again."""
-        return False
-
     def run(self, program: Any, inputs: Sequence[Any]) -> Any:
         """Runs a program, and returns the result of the call."""
         raise NotImplementedError
@@ -140,7 +136,7 @@ class GuardedForward(InstanceForward):
         program = self._programs.get(key)
         if type(program) is str:
             return self.eager(*args, **kwargs)
-        if program is None or self.is_stale(program):
+        if program is None:
             return self.first_call(key, ForwardCall(guard, inputs, args, kwargs))
         self.replays += 1
         if compare_collectives.enabled and key not in self._compared:

@@ -35,7 +35,6 @@ from disttensor.settings import Snapshot, snapshot
 from disttensor.tensor import views
 from disttensor.tensor.base import MeshTensor
 from disttensor.tensor.dist_tensor import DistTensor
-from disttensor.tensor.uses import UseMode, mode_of
 from disttensor.torch_private import no_function_mode, no_torch_function, storage_id
 from disttensor.trace.results import Results
 from disttensor.trace.tape import Line, LineKind, Tape
@@ -63,14 +62,12 @@ class Program(NamedTuple):
     run         ``run(*inputs)`` runs it.
     text        its source; ``parameters``, ``lines`` and ``result`` are the text as data.
     calls       are compared with other ranks.
-    cut         sources that are read for a reshard, each with True if it was a leaf without hooks.
     written     names of the sources that it writes to.
     """
 
     run: Function
     text: str
     calls: tuple[CallSignature, ...]
-    cut: tuple[tuple[Any, bool], ...]
     written: tuple[str, ...]
     parameters: tuple[str, ...]
     lines: tuple[Line, ...]
@@ -153,7 +150,6 @@ class CallRecorder(Observer):
         self.line_writes = False  # the last line has written to its arguments
         self.opening = False  # inside a local function whose calls become lines
         self.calls: list[CallSignature] = []
-        self.cut: dict[int, tuple[Any, bool]] = {}
         self.written: dict[str, None] = {}
         self.ambient, self.grad = ambient(device), torch.is_grad_enabled()
         self.generator = _generator(device)
@@ -332,10 +328,6 @@ class CallRecorder(Observer):
     def seed(self) -> None:
         self.follow_generator()  # if the call draws, the count of random calls changes
 
-    def read_for_reshard(self, x: Any) -> None:
-        if self.source_of(x) is not None:
-            self.cut[id(x)] = x, (mode_of(x) is UseMode.LEAF)
-
     def read_local(self, read: Function, /, x: Any, axes: Any) -> Any:
         """Records uses of sources: a replay reads them again, as they collect gradients."""
         source = self.source_of(x)
@@ -352,9 +344,7 @@ class CallRecorder(Observer):
             return
         if not tracked:
             self.refuse("it writes in a way that autograd does not count")
-        if x._view_state is not None or (
-            views.LIVE and storage_id(x.local.untyped_storage()) in views.LIVE
-        ):
+        if x._view_state is not None or views.has_copies(x.local):
             self.refuse("it writes to a copy in place of a view of another tensor")
         self.wrote(x)
 
@@ -407,9 +397,8 @@ class CallRecorder(Observer):
         lines = tuple(self.tape.live_lines(made, merge))
         run, text = self.tape.build_function(self.parameters, lines, made)
         written = tuple(self.written)
-        cut = tuple(self.cut.values())
         parts = tuple(self.parameters), lines, made
-        return Program(run, text, tuple(self.calls), cut, written, *parts)
+        return Program(run, text, tuple(self.calls), written, *parts)
 
 
 def _versions(arguments: Any) -> list[float]:

@@ -20,7 +20,6 @@ from disttensor.observe import observers, observers_of_thread
 from disttensor.pytree import Uncacheable
 from disttensor.tensor.dist_tensor import TRACERS, DistTensor
 from disttensor.tensor.grad_slot import collector_of
-from disttensor.tensor.uses import UseMode, mode_of
 from disttensor.torch_private import count_function_modes
 from disttensor.trace import check
 from disttensor.trace.code_guard import CodeGuard
@@ -105,10 +104,6 @@ class Replay(GuardedForward):
         forward = partial(self.eager, *call.args, **call.kwargs)
         return record(forward, sources, parameters, device_of(call.inputs), self.merges)
 
-    def is_stale(self, program: Program) -> bool:
-        cut = program.cut
-        return bool(cut) and any((mode_of(x) is UseMode.LEAF) is not free for x, free in cut)
-
     def run(self, program: Program, inputs: Sequence[Any]) -> Any:
         if program.calls:
             CALLS.extend(program.calls)
@@ -132,9 +127,7 @@ def _flags(x: DistTensor) -> tuple[Any, ...]:
     """Returns properties of an argument, other than its spec, that a program may depend on."""
     local = x.local
     if local.requires_grad:
-        if not local.is_leaf:
-            return True, local.stride()
-        return True, mode_of(x) is UseMode.LEAF, local.stride()
+        return True, local.is_leaf, local.stride()
     return False, local.is_inference(), local.stride(), None
 
 

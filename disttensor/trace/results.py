@@ -3,26 +3,20 @@ DistTensors of eager calls."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 
-from disttensor.autograd.activation_checkpoint import region
-from disttensor.dispatch import rematerialize, run
-from disttensor.dispatch.reduction_cache import Reduced
-from disttensor.tensor import reshard as tensor_reshard
+from disttensor.dispatch.reduction_cache import keep
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.grad_slot import collector_of
-from disttensor.tensor.uses import set_uses
+from disttensor.tensor.uses import Derivation, RepeatedCall, set_aliases, set_derivation
 from disttensor.tensor.versions import version
 from disttensor.torch_private import make_subclass
 from disttensor.trace.tape import LineKind, Tape, container_text, is_constant
 from disttensor.trace.world_state import Untraceable
 
 Tensor = torch.Tensor
-Function = Callable[..., Any]
 
 
 class Results:
@@ -81,39 +75,41 @@ class Results:
         self.tape.add_line(LineKind.MAKE, f"{name} = {make}({kind}, {meta})", name)
         self.tape.add_line(LineKind.MAKE, f"{name}.local, {name}.spec = {local}, {spec}")
         uses = x._uses
-        if collector_of(x) is not None or (uses is not None and (uses.hooked or uses.frozen)):
+        if collector_of(x) is not None or (uses is not None and uses.older):
             raise Untraceable("a result has hooks")
         if uses is not None:
-            origin = "None" if uses.origin is None else self._origin(x, uses.origin)
             aliases = []
-            for axes, (alias, made_at, _) in (uses.aliases or {}).items():
-                if made_at == x.local._version and self.tape.has_variable(alias):
+            for axes, (alias, _, _) in (uses.aliases or {}).items():
+                if uses.version == x.local._version and self.tape.has_variable(alias):
                     aliases.append(f"({axes!r}, {self.tape.variable_of(alias)})")
-            listed = "".join(f"{a}, " for a in aliases)
-            if origin != "None" or aliases:
-                give = self.tape.constant(set_uses)
-                self.tape.add_line(LineKind.MAKE, f"{give}({name}, {origin}, ({listed}))")
+            if uses.derivation is not None:
+                self._derive(name, local, uses.derivation)
+            if aliases:
+                give, listed = self.tape.constant(set_aliases), "".join(f"{a}, " for a in aliases)
+                self.tape.add_line(LineKind.MAKE, f"{give}({name}, ({listed}))")
         kept = x._reduced
         if kept is not None and kept.source is x.local and kept.version == version(x.local):
             value = self.tensor(kept.value)
             self.tape.add_line(
-                LineKind.MAKE, f"{self.tape.constant(_keep_reduced)}({name}, {value}, {kept.grad})"
+                LineKind.MAKE, f"{self.tape.constant(keep)}({name}, {value}, {kept.grad})"
             )
         return name
 
-    def _origin(self, x: DistTensor, origin: Any) -> str:
-        """Returns the text that makes the origin of a result, from the sources of the result."""
-        make = _ORIGINS.get(getattr(origin, "func", None))
-        if make is None or self.writes:
-            raise Untraceable(
-                "a result is made anew for each use, and the program writes to tensors"
+    def _derive(self, name: str, local: str, derivation: Derivation) -> None:
+        """Adds the line that records the source of a result."""
+        source, call, _ = derivation
+        if self.writes or source.x.local is not source.local:
+            raise Untraceable("a result was made from another, and the program writes to tensors")
+        parts = [name, local, self.tensor(source.x)]
+        if call is not None:
+            words = ", ".join(
+                map(self._part, (call.local_fn, list(call.args), call.named, call.at))
             )
-        words = ", ".join(map(self._part, make(x, origin)))
-        return f"{self.tape.constant(partial)}({words})"
+            parts.append(f"{self.tape.constant(RepeatedCall)}({words})")
+        give = self.tape.constant(set_derivation)
+        self.tape.add_line(LineKind.MAKE, f"{give}({', '.join(parts)})")
 
     def _part(self, value: Any) -> str:
-        if type(value) is Later:
-            return value.text(self)
         if type(value) is DistTensor:
             return self.tensor(value)
         if type(value) in (list, tuple):
@@ -126,45 +122,3 @@ class Results:
         if type(value) is dict:
             return "{" + ", ".join(f"{k!r}: {self._part(v)}" for k, v in value.items()) + "}"
         return self.tape.text(value)
-
-
-class Later:
-    """A part that is computed when the program runs: ``func(*parts)``."""
-
-    def __init__(self, func: Function, *parts: Any) -> None:
-        self.func, self.parts = func, parts
-
-    def text(self, results: Results) -> str:
-        words = ", ".join(map(results._part, self.parts))
-        return f"{results.tape.constant(self.func)}({words})"
-
-
-def _keep_reduced(x: Any, value: Any, grad: bool) -> None:
-    x._reduced = Reduced(x.local, version(x.local), value, grad, region())
-
-
-def _of_view(x: Any, origin: Any) -> list[Any]:
-    return [origin.func, *origin.args]
-
-
-def _of_reshard(x: Any, origin: Any) -> list[Any]:
-    source, dst, moved, _, _ = origin.args
-    return [origin.func, source, dst, moved, Later(Tensor.detach, moved), Later(version, moved)]
-
-
-def _of_cheap(x: Any, origin: Any) -> list[Any]:
-    local_fn, args, words, _, value, _, spec = origin.args
-    tensors = [t for t in (*args, *words.values()) if isinstance(t, Tensor)]
-    versions = Later(rematerialize.versions_of, tensors)
-    return [
-        origin.func, local_fn, tuple(args), words, versions, value,
-        Later(version, value), spec,
-    ]  # fmt: skip
-
-
-# kind of origin -> function that returns the parts of a new origin
-_ORIGINS: dict[Any, Callable[[Any, Any], list[Any]]] = {
-    run.view_of_use: _of_view,
-    tensor_reshard.reshard_for_use: _of_reshard,
-    rematerialize.repeat: _of_cheap,
-}

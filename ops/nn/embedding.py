@@ -74,7 +74,7 @@ def embedding(
         (ids, ("v", "d")), ((*ids, "d"),), sizes, {"v": "sum"}, linear_terms=({weight.index},),
         local=_local, independent=set(ids),
         # otherwise the gradient of the result is smaller to sum
-        rematerialize=math.prod(input.shape) >= v,
+        rematerialize=weight.index if math.prod(input.shape) >= v else None,
     )  # fmt: skip
 
 

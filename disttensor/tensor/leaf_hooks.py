@@ -1,0 +1,155 @@
+"""Hooks of a leaf, which run at the end of each backward with the leaf's complete gradient.
+
+A leaf collects its gradient on several tensors, one for each set of axes over which its uses vary
+(``tensor/uses.py``). Autograd reports each of them. At the end of the backward the parts of *this*
+backward are added up and reduced, the tensor hooks get the sum and may replace it, and the result
+is accumulated. So it does not matter whether a hook was registered before or after the uses, and a
+hook runs once. Hooks after accumulation run last. They read ``p.grad``, which may be pending.
+
+The reduction is sent by every rank that has such a hook, so all ranks have to register hooks alike.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from disttensor.autograd.accumulation import RETURNED, current_context
+from disttensor.autograd.joined_backward import (
+    run_after_backward,
+    run_after_failure,
+    this_backward,
+)
+from disttensor.core.layout import Axes
+from disttensor.tensor.base import MeshTensor
+from disttensor.tensor.grad import as_gradient, combine_gradients, grad_spec
+from disttensor.tensor.grad_slot import grad_slot
+from disttensor.tensor.reshard import resharded
+from disttensor.tensor.uses import leaves_of
+from reshard import cross_mesh
+
+Tensor = torch.Tensor
+Hook = Callable[[Any], Any]
+
+
+class LeafHooks:
+    """
+    tensor_hooks  get the gradient of a backward, and may return another one.
+    post_hooks    get the leaf after its gradient was accumulated.
+    """
+
+    def __init__(self, x: MeshTensor) -> None:
+        self.x = x
+        self.tensor_hooks: OrderedDict[int, Hook] = OrderedDict()
+        self.post_hooks: OrderedDict[int, Hook] = OrderedDict()
+        self._backward = -1
+        # of this backward: the leaves that got a gradient, each with its earlier gradient
+        self._arrived: dict[int, tuple[Axes, Tensor, Tensor | None]] = {}
+        for axes, leaf in leaves_of(x):
+            self.watch(axes, leaf)
+
+    def watch(self, axes: Axes, leaf: Tensor) -> None:
+        """Lets autograd report the gradients of ``leaf``, which collects those of uses that vary
+        over ``axes``."""
+        is_frozen = not leaf.requires_grad
+        leaf.requires_grad_()
+        leaf.register_hook(partial(self._arrives, axes, leaf))
+        leaf.register_post_accumulate_grad_hook(self._accumulated)
+        if is_frozen:
+            leaf.requires_grad_(False)
+
+    def _starts(self) -> bool:
+        """Returns True at the first gradient of a backward."""
+        if self._backward == this_backward():
+            return False
+        self._restore()  # of a backward that failed
+        self._backward = this_backward()
+        run_after_failure(self._restore)
+        return True
+
+    def _arrives(self, axes: Axes, leaf: Tensor, _: Tensor) -> None:
+        if self.tensor_hooks and current_context() is not RETURNED:
+            if self._starts() or not self._arrived:
+                run_after_backward(self._finish)
+            if id(leaf) not in self._arrived:
+                self._arrived[id(leaf)] = axes, leaf, leaf.grad
+                leaf.grad = None
+
+    def _accumulated(self, _: Tensor) -> None:
+        if self.post_hooks and self._posted != this_backward():
+            self._posted = this_backward()
+            run_after_backward(self._after)
+
+    _posted = -1
+
+    def _after(self) -> None:
+        self._posted = -1
+        for hook in list(self.post_hooks.values()):
+            hook(self.x)
+
+    def _restore(self) -> None:
+        """Gives the leaves their earlier gradients back."""
+        for _, leaf, earlier in self._arrived.values():
+            leaf.grad = earlier
+        self._arrived, self._backward, self._posted = {}, -1, -1
+
+    def _finish(self) -> None:
+        pieces = [(axes, leaf.grad) for axes, leaf, _ in self._arrived.values()]
+        here = [(axes, g) for axes, g in pieces if g is not None]
+        self._restore()
+        if not here:
+            raise RuntimeError(
+                f"register_hook on {self.x.spec!r}: its gradient was reduced together with that of "
+                "earlier backwards, so a hook cannot get the gradient of one backward. Register "
+                "register_post_accumulate_grad_hook, and change p.grad there"
+            )
+        total = self.run(here).local
+        leaf = self.x.local
+        if leaf.grad is None:
+            leaf.grad = total
+        elif total.requires_grad or leaf.grad.requires_grad:
+            leaf.grad = leaf.grad + total
+        else:
+            leaf.grad.add_(total)
+
+    def run(self, pieces: Sequence[tuple[Axes, Tensor]]) -> MeshTensor:
+        """Returns the gradient that the tensor hooks make of the sum of ``pieces``."""
+        x = self.x
+        union = {a for axes, _ in leaves_of(x) for a in axes}
+        if union - {a for axes, _ in pieces for a in axes}:  # this rank has no part of it
+            pieces = [*pieces, (tuple(sorted(union)), torch.zeros_like(pieces[0][1]))]
+        total = as_gradient(x, *combine_gradients(x, pieces))
+        total = resharded(total, grad_spec(x, ()).with_dtype(total.spec.dtype))
+        for hook in list(self.tensor_hooks.values()):
+            out = hook(total)
+            if out is not None:
+                total = self._checked(out, total)
+        return total
+
+    def _checked(self, out: Any, total: MeshTensor) -> MeshTensor:
+        """Returns the result of a hook in the layout of the gradient. Raises TypeError or
+        RuntimeError if it is no gradient."""
+        who = f"a hook on {self.x.spec!r}"
+        if not isinstance(out, Tensor):
+            raise TypeError(f"{who} returned a {type(out).__name__}: return a tensor or None")
+        if tuple(out.shape) != tuple(total.spec.shape) or out.dtype is not total.spec.dtype:
+            raise RuntimeError(
+                f"{who} has changed the type of the gradient: {out.dtype} of {list(out.shape)} for "
+                f"{total.spec!r}. Return a gradient of the same shape and dtype"
+            )
+        if isinstance(out, MeshTensor):
+            return resharded(out, total.spec)
+        return total.like(cross_mesh.run(out, total.spec.replicated(), total.spec), total.spec)
+
+
+def leaf_hooks(x: MeshTensor) -> LeafHooks:
+    """Returns the hooks of the leaf x."""
+    slot = grad_slot(x)
+    if slot.hooks is None:
+        slot.hooks = LeafHooks(x)
+    found: LeafHooks = slot.hooks
+    return found
