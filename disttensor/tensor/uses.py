@@ -27,6 +27,7 @@ from disttensor.autograd.activation_checkpoint import region
 from disttensor.autograd.grad_types import apply_transition, scale_average_grad, transition_between
 from disttensor.core.layout import Axes
 from disttensor.core.spec import DistSpec
+from disttensor.tensor.versions import version
 from disttensor.tensor.views import invalidate as invalidate_views
 from disttensor.torch_private import storage_id
 
@@ -34,7 +35,7 @@ Tensor = torch.Tensor
 
 
 class SourceState(NamedTuple):
-    """What the DistTensor ``x`` stood for at one moment. ``version``: of its local by autograd."""
+    """What the DistTensor ``x`` stood for at one moment. ``version``: of its local."""
 
     x: Any
     local: Tensor
@@ -51,11 +52,11 @@ class SourceState(NamedTuple):
             return False
         if local.is_leaf is not self.is_leaf:
             return False
-        return self.is_leaf or local._version == self.version
+        return self.is_leaf or version(local) == self.version
 
     def is_unchanged(self) -> bool:
         """Returns True if x has the same value in the same memory."""
-        return self.local._version == self.version and self.has_memory_of(self.local)
+        return version(self.local) == self.version and self.has_memory_of(self.local)
 
     def has_memory_of(self, local: Tensor) -> bool:
         return storage_id(local.untyped_storage()) == storage_id(self.storage)
@@ -73,7 +74,7 @@ class RepeatedCall(NamedTuple):
     def tensors(self) -> list[tuple[Tensor, int]]:
         """Returns the other tensor arguments with their versions."""
         given = (*self.args, *self.named.values())
-        return [(t, t._version) for t in given if isinstance(t, Tensor) and not t.is_inference()]
+        return [(t, version(t)) for t in given if isinstance(t, Tensor)]
 
     def run(self, source: Tensor) -> Tensor:
         args, named = list(self.args), self.named
@@ -208,7 +209,7 @@ def _derived(x: Any, derivation: Derivation | None, axes: Axes) -> Tensor | None
         transition = transition_between(source.spec, read, dst, axes)
         return apply_transition(used, transition, [x.local.detach()])
     is_view = source.has_memory_of(x.local) and source.has_memory_of(source.local)
-    if not (is_view or source.is_unchanged()) or any(t._version != n for t, n in given):
+    if not (is_view or source.is_unchanged()) or any(version(t) != n for t, n in given):
         return None
     return call.run(source.x.local_for(axes))
 
@@ -248,7 +249,7 @@ def set_derivation(
     """Records that ``result``, a new tensor with the local ``local`` in autograd's graph, was made
     from ``source``."""
     x = source.local
-    state = SourceState(source, x, source.spec, x._version, x.is_leaf, x.untyped_storage())
+    state = SourceState(source, x, source.spec, version(x), x.is_leaf, x.untyped_storage())
     uses = result._uses = Uses()
     given = () if call is None else call.tensors()
     uses.version, uses.derivation = local._version, Derivation(state, call, given)
