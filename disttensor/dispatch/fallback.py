@@ -120,7 +120,7 @@ def gather_and_run(planned: PythonCall, args: Sequence[Any], kwargs: dict[str, A
     specs = [t.spec for t in tensors if type(t) is DistTensor]
     pending = [type(t) is DistTensor and bool(t.spec.layout.partial) for t in tensors]
     if not strict.strict.current() and reduce_pending(args, kwargs, pending):
-        return func(*args, **kwargs)
+        return gather_and_run(planned, args, kwargs)
     if not planned.is_expected:
         strict.fallback(func, specs, planned.why)
     elif strict.strict.current():

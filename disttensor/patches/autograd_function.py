@@ -11,6 +11,7 @@ again for its backward.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
@@ -146,9 +147,11 @@ def on_wholes(cls: Any) -> Any:
 
 
 def _behind(wholes: Sequence[Any]) -> WeakTensorKeyDictionary:
-    """Returns the DistTensor that each whole argument was made of."""
+    """Returns weak references to the DistTensors of which the whole arguments were made: the node
+    must not keep them alive."""
     pairs = zip(wholes, GIVEN.get(), strict=False)
-    return WeakTensorKeyDictionary({t: x for t, x in pairs if isinstance(x, MeshTensor)})
+    found = {t: weakref.ref(x) for t, x in pairs if isinstance(x, MeshTensor)}
+    return WeakTensorKeyDictionary(found)
 
 
 def _run(
@@ -168,5 +171,6 @@ def _run(
                 made[id(x)] = collect(args, [])[0].new_empty(x.spec.shape, dtype=x.spec.dtype)
         return made[id(x)]
 
-    with callbacks.set_during(DIST_ARGUMENTS, behind):
+    alive = WeakTensorKeyDictionary({t: x for t, ref in behind.items() if (x := ref()) is not None})
+    with callbacks.set_during(DIST_ARGUMENTS, alive):
         return substitute(function(*args), whole), made

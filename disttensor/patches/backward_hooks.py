@@ -14,6 +14,9 @@ from disttensor.tensor.dist_tensor import DistTensor, wait_for, wrap
 from disttensor.tensor.hooks import on_local, to_local
 
 
+_MESHES = "disttensor_meshes"  # attribute of a BackwardHook: the meshes of the module's tensors
+
+
 class _Node:
     """The node of the locals, for a hook that is to get DistTensors."""
 
@@ -49,6 +52,14 @@ def wrap_apply_on_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
         dist = [wait_for(a) for a in tensors if isinstance(a, DistTensor)]
         if not dist:
             return original(self, fn, args)
+        meshes = {x.spec.mesh.root for x in dist} | self.__dict__.setdefault(_MESHES, set())
+        self.__dict__[_MESHES] = meshes
+        if len(meshes) > 1 and self.user_hooks:
+            raise RuntimeError(
+                "register_full_backward_hook: the arguments and results of the module are on "
+                f"several meshes, {', '.join(map(repr, meshes))}, and no rank has the gradients of "
+                "both. Register the hook on a module within one stage"
+            )
         if not all(x.is_initialized for x in dist):
             return args, None
         locals_ = rebuild(args, [a.local if type(a) is DistTensor else a for a in args])

@@ -19,6 +19,8 @@ from typing import Any
 from disttensor import callbacks
 from disttensor.autograd.activation_checkpoint import Run
 from disttensor.tensor.dist_tensor import DistTensor, wrap
+from disttensor.tensor.uses import derivation_from_leaf, with_derivation
+from disttensor.tensor.versions import version
 from ops.nn import attention_policy
 
 Generator = Callable[..., Iterator[None]]
@@ -26,13 +28,25 @@ Generator = Callable[..., Iterator[None]]
 
 def _saved(x: Any) -> tuple[Any, Callable[[Any], Any] | None]:
     """Returns (the value that torch keeps of an input, a function that restores the input). A leaf
-    is kept as the same object, because it collects its gradients."""
+    is kept as the same object, because it collects its gradients. Another tensor is derived in the
+    recomputation as in the forward, if this keeps nothing alive but a leaf."""
     if not isinstance(x, DistTensor):
         return x, None
-    if x.local.is_leaf and x.local.requires_grad:
-        return None, lambda _: x
-    spec = x.spec
-    return x.local, lambda local: wrap(local, spec)
+    local, spec, derivation = x.local, x.spec, derivation_from_leaf(x)
+    if not (local.is_leaf and local.requires_grad):
+        return local, lambda restored: with_derivation(wrap(restored, spec), derivation)
+    made_at = version(local)
+
+    def same(_: Any) -> Any:
+        if version(local) != made_at:
+            raise RuntimeError(
+                f"{spec!r}, an argument of a checkpointed region, has been modified by an inplace "
+                "operation since the forward of the region, which the backward runs again. Write "
+                "to it after the backward, or give the region a clone()"
+            )
+        return x
+
+    return None, same
 
 
 def wrap_generator(original: Generator) -> Generator:

@@ -53,7 +53,8 @@ class Grad(MeshTensor):
 
     @grad_dtype.setter
     def grad_dtype(self, value: torch.dtype | None) -> None:
-        self.local.grad_dtype = value
+        for _, leaf in leaves_of(self):
+            leaf.grad_dtype = value
 
     @property
     def grad(self) -> Self | None:
@@ -225,8 +226,9 @@ def _check(x: MeshTensor, value: Any) -> None:
         raise RuntimeError(
             f"{who}: its global shape is {list(x.spec.shape)}, the gradient's {list(value.shape)}"
         )
-    if value.dtype != x.spec.dtype:
-        raise RuntimeError(f"{who}: its dtype is {x.spec.dtype}, the gradient's {value.dtype}")
+    dtype = x.grad_dtype
+    if dtype is not None and value.dtype != dtype:
+        raise RuntimeError(f"{who}: gradients are of {dtype}, and this one is of {value.dtype}")
     if isinstance(value, MeshTensor) and x.is_initialized and value.spec.mesh is not x.spec.mesh:
         raise RuntimeError(
             f"{who} on {x.spec.mesh!r}: the gradient is on {value.spec.mesh!r}; reshard it first"

@@ -14,6 +14,7 @@ from disttensor.autograd.grad_types import scale_average_grad
 from disttensor.core.spec import DistSpec
 from disttensor.tensor import views
 from disttensor.tensor.base import MeshTensor
+from disttensor.tensor.grad import get_grad, set_grad
 from disttensor.tensor.grad_slot import collector_of, remember_grad
 from disttensor.tensor.uses import forget_leaves, invalidate, leaves_of, made_from
 from disttensor.tensor.versions import mark_shared
@@ -103,6 +104,7 @@ class InPlace(MeshTensor):
                 "for param, part in zip(params, vector.split([p.numel() for p in params])): "
                 "param.copy_(part.view_as(param))"
             )
+        grad = _grad_to_move(self, value.spec)
         collector = collector_of(self)
         if collector is not None:
             collector.renew()
@@ -124,7 +126,23 @@ class InPlace(MeshTensor):
         invalidate(self)
         if value.spec is not self.spec:
             remember_grad(self, None)
+            if grad is not None:
+                set_grad(self, None)
             _change_spec(self, value.spec)
+            if grad is not None:
+                set_grad(self, grad)
+
+
+def _grad_to_move(x: MeshTensor, spec: DistSpec) -> MeshTensor | None:
+    """Returns the gradient of x if x gets another layout, in which the gradient is needed. Raises
+    RuntimeError if it cannot be moved there."""
+    grad = get_grad(x) if spec.layout != x.spec.layout or spec.shape != x.spec.shape else None
+    if grad is not None and spec.with_layout(x.spec.layout) is not x.spec:
+        raise RuntimeError(
+            f"data of {x.spec!r}: it has a gradient, {grad.spec!r}, which does not fit {spec!r}. "
+            "Set its grad to None first"
+        )
+    return grad
 
 
 def _replace_token(x: MeshTensor, requires_grad: bool) -> None:

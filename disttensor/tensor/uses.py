@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -32,6 +32,7 @@ from disttensor.tensor.views import invalidate as invalidate_views
 from disttensor.torch_private import storage_id
 
 Tensor = torch.Tensor
+T = TypeVar("T")
 
 
 class SourceState(NamedTuple):
@@ -257,6 +258,23 @@ def set_derivation(
 
 def derivation_of(x: Any) -> Derivation | None:
     return None if x._uses is None else x._uses.derivation
+
+
+def derivation_from_leaf(x: Any) -> Derivation | None:
+    """Returns the derivation of x if its first source is a leaf."""
+    found = derivation_of(x)
+    state = None if found is None else found.source
+    while state is not None and not state.is_leaf:
+        above = derivation_of(state.x)
+        state = None if above is None else above.source
+    return None if state is None else found
+
+
+def with_derivation(x: T, derivation: Derivation | None) -> T:
+    """Returns x, a new tensor, whose local was made as ``derivation`` says."""
+    if derivation is not None:
+        uses_of(x).derivation = derivation
+    return x
 
 
 def forget_derivation(x: Any) -> None:

@@ -42,11 +42,11 @@ def mark_shared(local: torch.Tensor) -> None:
     """Marks memory that two DistTensors share after ``x.data = y``: autograd counts the writes to
     each separately."""
     storage: Any = local.untyped_storage()
-    storage.is_shared = True
+    storage.is_counted_apart = True
 
 
 def is_shared(local: torch.Tensor) -> bool:
-    return hasattr(local.untyped_storage(), "is_shared")
+    return hasattr(local.untyped_storage(), "is_counted_apart")
 
 
 def mark_handed_out(local: torch.Tensor) -> None:
