@@ -27,6 +27,11 @@ def run_after_backward(function: Callable[[], object]) -> None:
         after_backward(function)
 
 
+def run_last(function: Callable[[], object]) -> None:
+    """Runs a function after those that were registered until the end of the present backward."""
+    run_after_backward(lambda: run_after_backward(function))
+
+
 class _OnFailure:
     """A callback at the end of a call of autograd. After an error autograd drops it without a call,
     before Python raises the error."""

@@ -13,7 +13,6 @@ from disttensor.pytree import rebuild
 from disttensor.tensor.dist_tensor import DistTensor, wait_for, wrap
 from disttensor.tensor.hooks import on_local, to_local
 
-
 _MESHES = "disttensor_meshes"  # attribute of a BackwardHook: the meshes of the module's tensors
 
 

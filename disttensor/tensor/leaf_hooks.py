@@ -4,9 +4,10 @@ A leaf collects its gradient on several tensors, one for each set of axes over w
 (``tensor/uses.py``). Autograd reports each of them. At the end of the backward the parts of *this*
 backward are added up and reduced, the tensor hooks get the sum and may replace it, and the result
 is accumulated. So it does not matter whether a hook was registered before or after the uses, and a
-hook runs once. Hooks after accumulation run last. They read ``p.grad``, which may be pending.
+hook runs once. Hooks after accumulation run last, with a reduced ``p.grad``.
 
-The reduction is sent by every rank that has such a hook, so all ranks have to register hooks alike.
+Every rank that has a hook reduces, so all ranks of the mesh register their hooks alike.
+``register`` compares that.
 """
 
 from __future__ import annotations
@@ -20,13 +21,20 @@ import torch
 
 from disttensor.autograd.accumulation import RETURNED, current_context
 from disttensor.autograd.joined_backward import (
-    run_after_backward,
     run_after_failure,
+    run_last,
     this_backward,
 )
 from disttensor.core.layout import Axes
 from disttensor.tensor.base import MeshTensor
-from disttensor.tensor.grad import as_gradient, combine_gradients, grad_spec
+from disttensor.tensor.grad import (
+    as_gradient,
+    combine_gradients,
+    get_grad,
+    grad_spec,
+    reduced_spec,
+    set_reduced,
+)
 from disttensor.tensor.grad_slot import grad_slot
 from disttensor.tensor.reshard import resharded
 from disttensor.tensor.uses import leaves_of
@@ -46,7 +54,7 @@ class LeafHooks:
         self.x = x
         self.tensor_hooks: OrderedDict[int, Hook] = OrderedDict()
         self.post_hooks: OrderedDict[int, Hook] = OrderedDict()
-        self._backward = -1
+        self._backward = self._posted = -1
         # of this backward: the leaves that got a gradient, each with its earlier gradient
         self._arrived: dict[int, tuple[Axes, Tensor, Tensor | None]] = {}
         for axes, leaf in leaves_of(x):
@@ -74,7 +82,7 @@ class LeafHooks:
     def _arrives(self, axes: Axes, leaf: Tensor, _: Tensor) -> None:
         if self.tensor_hooks and current_context() is not RETURNED:
             if self._starts() or not self._arrived:
-                run_after_backward(self._finish)
+                run_last(self._finish)
             if id(leaf) not in self._arrived:
                 self._arrived[id(leaf)] = axes, leaf, leaf.grad
                 leaf.grad = None
@@ -82,12 +90,14 @@ class LeafHooks:
     def _accumulated(self, _: Tensor) -> None:
         if self.post_hooks and self._posted != this_backward():
             self._posted = this_backward()
-            run_after_backward(self._after)
-
-    _posted = -1
+            run_last(self._after)
 
     def _after(self) -> None:
         self._posted = -1
+        grad = get_grad(self.x)
+        if grad is not None and grad.spec.layout.partial:
+            total = resharded(grad, reduced_spec(grad.spec)).local
+            set_reduced(self.x, grad, total)
         for hook in list(self.post_hooks.values()):
             hook(self.x)
 
