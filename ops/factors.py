@@ -124,16 +124,10 @@ class Factors:
         local: called once per plan: ``local(call)`` returns the function that runs on locals
         independent: letters along which ``local`` treats each index separately, at any position of
             the global tensor (``Balanced``); without ``local``, all letters that may be split
-<<<<<<< HEAD
         views: for each result the number of the argument whose memory it shares, or None; torch
             gives it for its functions (``ops/check_call.py``)
-        rematerialize: cheap to compute twice: if the result is used as varying, it is recomputed
-            from varying inputs instead of all-reducing its gradient
-=======
-        view: the result shares memory with the first argument
         rematerialize: the number of a tensor: the call is cheap to repeat, so a use of the result
             that varies repeats it with a use of this tensor, instead of all-reducing the gradient
->>>>>>> 1155ae8 (Make derivations data, and run hooks of leaves at the end of a backward)
         metadata_only: arguments of which only shape and dtype matter (zeros_like): never resharded
         targets: arguments that an in-place function writes: they keep their layouts
         side_writes: arguments that a function writes in addition to its result (running
@@ -160,13 +154,8 @@ class Factors:
     shapes: tuple[tuple[int, ...], ...] | None = None
     local: LocalMaker | None = None
     independent: Set[Letter] = frozenset()
-<<<<<<< HEAD
     views: tuple[int | None, ...] = ()
-    rematerialize: bool = False
-=======
-    view: bool = False
     rematerialize: int | None = None
->>>>>>> 1155ae8 (Make derivations data, and run hooks of leaves at the end of a backward)
     metadata_only: Set[int] = frozenset()
     targets: tuple[int, ...] = (0,)
     side_writes: Set[int] = frozenset()

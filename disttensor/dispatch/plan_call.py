@@ -54,39 +54,23 @@ def plan_call(plan: RulePlan) -> CallPlan:
     varies = plan.output_specs[0].varies if plan.output_specs else frozenset()
     may_vary = any(n > 1 and a not in varies for a, n in enumerate(mesh.shape))
     stays = is_flat and not (plan.redistributes or plan.any_varying)
-<<<<<<< HEAD
     is_first = bool(args) and bool(tensors) and args[0] is tensors[0]
     of_first = is_first and not any(view and view[0] for view in views)
     is_simple_view = stays and is_one and is_first and len(tensors) == 1
-    origin = Origin.NONE
+    derives: int | None = None
     of_one = is_view and is_one and of_first and not plan.redistributes
     if of_one and (may_vary or not is_simple_view):
-        origin = Origin.VIEW
-    elif plan.factors.rematerialize and may_vary and stays:
-        origin = Origin.REPEAT
-    sends_shape = is_dynamic(func, args, kwargs) and mesh.root.size < world()[1]
-=======
-    is_first = len(tensors) == 1 and bool(args) and args[0] is tensors[0]
-    is_simple_view = stays and is_one and is_first
-    derives: int | None = None
-    if is_view and is_one and not plan.redistributes and (may_vary or not is_simple_view):
         derives = 0
     elif may_vary and stays:
         derives = plan.factors.rematerialize
-    sends_shape = infer.is_dynamic(func, args, kwargs) and mesh.root.size < world()[1]
->>>>>>> 1155ae8 (Make derivations data, and run hooks of leaves at the end of a backward)
+    sends_shape = is_dynamic(func, args, kwargs) and mesh.root.size < world()[1]
     return CallPlan(
         func, mesh, plan.local_fn(), tuple(plan.specs), reads, tuple(kwargs),
         () if inplace else tuple(plan.output_specs),
         input_specs=tuple(plan.input_specs) if plan.redistributes else (),
         is_view=is_view,
-<<<<<<< HEAD
         views=views,
-        origin=origin,
-=======
-        is_copy=any(w is not None and not is_local_relabel(s, w) for s, w in moves),
         derives=derives,
->>>>>>> 1155ae8 (Make derivations data, and run hooks of leaves at the end of a backward)
         writes=tuple(plan.factors.targets) if inplace else None,
         untracked_writes=inplace and is_untracked(func),
         broadcasts_shape=sends_shape,

@@ -18,12 +18,7 @@ from disttensor.dispatch import reduction_cache, strict
 from disttensor.dispatch.call_plan import Answer, CallPlan, Planned, Read, ReadKind
 from disttensor.dispatch.outputs import wrap_outputs
 from disttensor.dispatch.pending_grads import needs_reduction, reduce_pending
-<<<<<<< HEAD
 from disttensor.dispatch.plan_call import variant_of
-from disttensor.dispatch.rematerialize import repeat, versions_of
-=======
-from disttensor.dispatch.plan_call import plan_under_autocast
->>>>>>> 1155ae8 (Make derivations data, and run hooks of leaves at the end of a backward)
 from disttensor.dispatch.writes import mark_written
 from disttensor.meta import execute as off_mesh
 from disttensor.observe import observers
@@ -119,15 +114,9 @@ def _compute(
     if x is not None and out is x.local:
         return x
     result = wrap_outputs(out, plan.results)
-<<<<<<< HEAD
     if plan.is_view:
-        _relate(plan, args, kwargs, given, named, result)
-    elif plan.origin is Origin.REPEAT:
-=======
-    if x is not None and plan.is_view:
-        _relate(plan, x, args, result)
+        _relate(plan, args, kwargs, result)
     if plan.derives is not None:
->>>>>>> 1155ae8 (Make derivations data, and run hooks of leaves at the end of a backward)
         derive(plan, args, kwargs, result)
     return result
 
@@ -214,16 +203,8 @@ def _write(plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 # Views, and results that are recomputed ----------------------------------------------------------
 
 
-<<<<<<< HEAD
-def _relate(
-    plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any], given: list[Any], named: Any,
-    result: Any,
-) -> None:  # fmt: skip
+def _relate(plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
     """Relates the results of a view to the arguments whose memory they share."""
-    is_one = type(result) is DistTensor  # x.split(n) returns a tuple, also of one piece
-    first = args[0] if is_one and plan.origin is Origin.VIEW else None
-    if type(first) is DistTensor and first.local.requires_grad and _grad():
-        _derive_view(plan, first, given, named, result)
     tensors = collect((args, kwargs), [])
     for r, view in zip(collect(result, []), plan.views):  # noqa: B905
         x = tensors[view[0]] if view is not None else None
@@ -231,13 +212,6 @@ def _relate(
             continue
         if view is not None and view[1]:
             back = partial(_setitem, x, args[1]) if plan.func is Tensor.__getitem__ else None
-=======
-def _relate(plan: CallPlan, x: DistTensor, args: Sequence[Any], result: Any) -> None:
-    """Relates the results of a view to the first argument."""
-    if plan.is_copy:
-        back = partial(_setitem, x, args[1]) if plan.func is Tensor.__getitem__ else None
-        for r in collect(result, []):
->>>>>>> 1155ae8 (Make derivations data, and run hooks of leaves at the end of a backward)
             views.register_copy(r, x, plan.func, back)
         elif x._view_state is not None:
             views.inherit_copy(r, x)

@@ -15,9 +15,9 @@ from disttensor.autograd.split_backward import mark_hooked
 from disttensor.core.spec import DistSpec
 from disttensor.tensor.base import MeshTensor, make
 from disttensor.tensor.grad_slot import collector_of
-from disttensor.tensor.leaf_hooks import leaf_hooks
+from disttensor.tensor.leaf_hooks import agree_on_hook, leaf_hooks
 from disttensor.tensor.reshard import resharded
-from disttensor.tensor.uses import forget_derivation, leaves_of
+from disttensor.tensor.uses import derivation_of, forget_derivation, leaves_of
 from disttensor.tensor.versions import version
 from reshard import cross_mesh
 
@@ -45,6 +45,7 @@ class Hooks(MeshTensor):
                 "the parameter has its gradient; to change it, change p.grad there"
             )
         if self.local.is_leaf and self.local.requires_grad:
+            agree_on_hook(self, "register_hook")
             return _registered(leaf_hooks(self).tensor_hooks, hook)
         if len(leaves_of(self)) > 1:
             raise RuntimeError(
@@ -52,7 +53,9 @@ class Hooks(MeshTensor):
                 "more, because it is a view or a reshard, and calls have used it. Register the "
                 "hook before its first use"
             )
-        forget_derivation(self)
+        if derivation_of(self) is not None:
+            agree_on_hook(self, "register_hook")
+            forget_derivation(self)
         mark_hooked(self.local.grad_fn)
         return self.local.register_hook(_on_local(type(self), self.spec, hook))
 
@@ -66,8 +69,10 @@ class Hooks(MeshTensor):
         if not self.is_initialized:
             return RemovableHandle(OrderedDict())
         collector = collector_of(self)
-        hooks = leaf_hooks(self).post_hooks if collector is None else collector.hooks
-        return _registered(hooks, hook)
+        if collector is not None:
+            return _registered(collector.hooks, hook)
+        agree_on_hook(self, "register_post_accumulate_grad_hook")
+        return _registered(leaf_hooks(self).post_hooks, hook)
 
     def retain_grad(self) -> None:
         if self.local.is_leaf:

@@ -7,7 +7,7 @@ is accumulated. So it does not matter whether a hook was registered before or af
 hook runs once. Hooks after accumulation run last, with a reduced ``p.grad``.
 
 Every rank that has a hook reduces, so all ranks of the mesh register their hooks alike.
-``register`` compares that.
+``agree_on_hook`` compares that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from disttensor.autograd.joined_backward import (
     run_last,
     this_backward,
 )
+from disttensor.comm.agree import agree
 from disttensor.core.layout import Axes
+from disttensor.errors import user_line
 from disttensor.tensor.base import MeshTensor
 from disttensor.tensor.grad import (
     as_gradient,
@@ -163,3 +165,13 @@ def leaf_hooks(x: MeshTensor) -> LeafHooks:
         slot.hooks = LeafHooks(x)
     found: LeafHooks = slot.hooks
     return found
+
+
+def agree_on_hook(x: MeshTensor, who: str) -> None:
+    """Compares the registration of a hook on all ranks, because a hook makes them reduce. Raises
+    MismatchError if a rank is at another call. A gradient that is complete on each rank needs no
+    reduction, and no message."""
+    mesh = x.spec.mesh
+    axes = tuple(a for a, n in enumerate(mesh.shape) if n > 1 and a not in x.spec.varies)
+    if axes:
+        agree(f"{who} at {user_line()}", mesh.group(axes), of=repr(x.spec))

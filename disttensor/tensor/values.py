@@ -113,14 +113,8 @@ class Values(MeshTensor):
             views.check(self)
         if not self.is_initialized:
             return self.local.to(self.spec.dtype)
-<<<<<<< HEAD
-        if self.spec.layout.partial:
-            hand_out(self.local)
-        return self.local_for(axes)
-=======
         views.hand_out(self)
-        return mark_start(self.local_for(axes))
->>>>>>> 1155ae8 (Make derivations data, and run hooks of leaves at the end of a backward)
+        return self.local_for(axes)
 
     def full_tensor(self, *, everywhere: bool = False, grad_placements: Any = None) -> Tensor:
         """Returns the global tensor as a regular one on every rank of the mesh: differentiable, a

@@ -33,12 +33,8 @@ from disttensor.dispatch.call_plan import CONSTANT, Answer, CallPlan, PythonCall
 from disttensor.pipeline.micro_batch_graph import MicroBatchGraph
 from disttensor.random import counter
 from disttensor.tensor import grad_sync, versions, views
-<<<<<<< HEAD
-from disttensor.tensor.uses import origin_of
-from ops.answer import TensorResult
-=======
 from disttensor.tensor.uses import derivation_of
->>>>>>> 1155ae8 (Make derivations data, and run hooks of leaves at the end of a backward)
+from ops.answer import TensorResult
 from ops.registry import RULES
 from tests.support.pool import fake_world
 
