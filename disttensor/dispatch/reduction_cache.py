@@ -50,7 +50,7 @@ class Reduced:
         if self.content is None and not (
             self.source.is_meta or isinstance(self.source, FakeTensor)
         ):
-            self.content = _bytes(self.source).clone()
+            self.content = _bytes(self.source)
 
     def is_current(self, local: Tensor) -> bool:
         """Returns True if ``local`` is the source, and has not been written to."""
@@ -60,7 +60,9 @@ class Reduced:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    return x.detach().reshape(-1).view(torch.uint8)
+    """Returns a copy of the content of ``x``."""
+    x = x.detach().resolve_conj().resolve_neg()
+    return x.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
 def _grad(x: DistTensor) -> bool:

@@ -198,8 +198,8 @@ def rebuild(
     A rank off the mesh needs no piece: it makes the metadata from any pickle. Raises RuntimeError
     on a rank of the mesh whose own piece is another one.
     """
-    *own, root = mesh if len(mesh) == 4 else (*mesh, None)
-    on = ProcessMesh(*own) if root is None else sub_mesh(*own, ProcessMesh(*root))
+    ranks, names, kind, *root = mesh
+    on = sub_mesh(ranks, names, kind, ProcessMesh(*root[0])) if root else ProcessMesh(*mesh)
     spec = DistSpec(on, Layout(*layout), shape, dtype)
     here, there = spec.mesh.coordinate, spec.mesh.coordinate_of(saved_by)
     if here is None:
