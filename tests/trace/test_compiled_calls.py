@@ -45,7 +45,7 @@ def same(function, backend, *tensors, around=nullcontext):
 
 def drawing(x):
     F.dropout(x, 0.5)  # draws, too
-    y = F.dropout(x, 0.5) * F.dropout(x, 0.5) + F.alpha_dropout(x.sin(), 0.3).cos()
+    y = F.dropout(x, 0.5) * F.dropout(x, 0.5) + F.alpha_dropout(x.sin(), 0.3, True).cos()
     y = y + F.dropout1d(x, 0.5) + F.rrelu(x, training=True) * torch.bernoulli(x.sigmoid())
     return y + torch.rand_like(x) + torch.normal(x, 1.0)
 
