@@ -16,7 +16,7 @@ from disttensor.cache import cached
 from disttensor.core.layout import Layout
 from disttensor.core.spec import DistSpec
 from reshard import planner
-from reshard.graph import REDUCTION_KIND
+from reshard.graph import NARROW, REDUCTION_KIND
 from reshard.registry import Axes
 from reshard.routing import Routing, between
 from reshard.validate import check
@@ -81,7 +81,8 @@ def _arriving(dst: DistSpec) -> tuple[DistSpec, Reductions]:
     """Returns dst without users' own placements, and the reductions that are pending in it."""
     layout = planner.essential(dst)
     theirs = set(_axes(layout.custom))
-    made = tuple(entry for entry in layout.partial if entry[0] not in theirs)
+    late = {"avg"} if dst.dtype.itemsize < NARROW else set()
+    made = tuple((a, op) for a, op in layout.partial if a not in theirs and op not in late)
     dims = tuple(_until(axes, theirs) for axes in dst.layout.dims)
     return dst.with_layout(Layout(dims, made)), made
 

@@ -26,6 +26,10 @@ Dims = tuple[DimAxes, ...]
 LATENCY = 16 * 1024  # bytes: the constant cost of a collective
 STEP, EXCHANGE = 0.25, 0.5  # break ties: few steps, and plain collectives before an exchange
 
+# A piece becomes a pending average times the number of ranks, which may overflow in narrow dtypes
+# (with fewer bytes): they are gathered first.
+NARROW = 4
+
 # Reductions of one kind may be done in any order.
 REDUCTION_KIND = {"sum": 0, "avg": 0, "max": 1, "any": 1, "min": 2, "all": 2, "prod": 3}
 
@@ -204,7 +208,8 @@ class Graph:
         merge: object = None,
     ) -> Edge | None:  # fmt: skip
         """Returns the edge; None if it reduces, or makes pending, an axis while a reduction of
-        another kind is pending inside: inner axes are reduced first, and made pending last."""
+        another kind is pending inside: inner axes are reduced first, and made pending last. A piece
+        of a narrow dtype becomes no pending average."""
         before, after = _pending(here), _pending(to)
         if any(
             b > a and other != kind
@@ -212,6 +217,9 @@ class Graph:
             for a, kind in changed.items() - rest.items()
             for b, other in rest.items()
         ):
+            return None
+        made = {op for a, op in to.partial if a in axes and dst is Partial}
+        if "avg" in made and src is not Replicate and self.itemsize < NARROW:
             return None
         move = moves[src, dst]
         ranks = math.prod(self.mesh[a] for a in axes)

@@ -209,3 +209,15 @@ def test_placements_of_a_users_type():
     finally:
         moves.clear()
         moves.update(before)
+
+
+@on_ranks(2)
+def test_large_values_of_half_precision_become_averages_without_overflow():
+    first, both = ProcessMesh([0], ("dp",)), ProcessMesh([0, 1], ("dp",))
+    for dtype in (torch.float16, torch.bfloat16):
+        whole = torch.full((4,), 40000.0, dtype=dtype)
+        for source, how in ((first, [R]), (first, [S(0)]), (both, [S(0)]), (both, [R])):
+            x = dt.shard_tensor(whole, source, how)
+            y = dt.reshard(x, both, [P("avg")])
+            assert y.placements == (P("avg"),)
+            assert torch.equal(y.full_tensor(), whole)

@@ -223,3 +223,16 @@ def test_moves_that_compute_nothing_keep_values_of_narrow_dtypes(dtype, monkeypa
             assert torch.equal(got, whole.double()), (a, b)
         else:
             assert all(torch.equal(*rows[i]) for rows in results.values()), (a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("before", [S(0), Balanced(0), R], ids=str)
+def test_large_values_made_pending_averages_do_not_overflow(before, dtype, monkeypatch):
+    whole = torch.full((4,), 40000.0, dtype=dtype)
+
+    def body(mesh):
+        s, d = spec(mesh, [before], (4,), dtype), spec(mesh, [P("avg")], (4,), dtype)
+        return reshard.run(cut(whole, s, mesh.coordinate).clone(), s, d)
+
+    parts = Threads((2,), monkeypatch).run_on(body)
+    assert torch.equal(reduce("avg", [*parts.values()]), whole)
