@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 from disttensor.comm import compare_collectives, failure_watch, log, lone_failure
 from disttensor.comm.groups import Group
 from disttensor.comm.work import Work
-from disttensor.errors import CommError
+from disttensor.errors import CommError, MismatchError
 from disttensor.observe import observers
 
 Tensor = torch.Tensor
@@ -66,15 +66,17 @@ def run(
     try:
         work = fn(*args)
         if work is not None:
-            wait(work, group, sent)
+            wait(work, group, sent, kind)
+    except MismatchError:
+        raise
     except RuntimeError as error:
         raise call_error(kind, group, error) from error
     return finish()
 
 
-def wait(work: Any, group: Group, sent: Tensor) -> None:
+def wait(work: Any, group: Group, sent: Tensor, kind: str) -> None:
     if sent.is_cpu:
-        lone_failure.wait(work, group.ranks)
+        lone_failure.wait(work, group.ranks, group.purpose, kind, sent)
     else:  # on NCCL a wait with a time limit blocks the program
         work.wait()
 
@@ -96,7 +98,9 @@ def start(
         if entry is not None:
             log.record_wait(entry)
         try:
-            wait(work, group, sent)
+            wait(work, group, sent, kind)
+        except MismatchError:
+            raise
         except RuntimeError as error:
             raise call_error(kind, group, error) from error
         return finish()

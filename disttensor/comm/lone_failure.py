@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from disttensor import callbacks
 from disttensor.comm import compare_programs, failure_watch
 from disttensor.comm.process_group import read_key, world
-from disttensor.errors import user_line
+from disttensor.errors import MismatchError, user_line
 from disttensor.runtime import Runtime, last_runtime
 
 QUIET = 6.0  # seconds without a call, after which a rank counts as stopped
@@ -129,22 +129,74 @@ def _give_up(watcher: failure_watch.Watcher, text: str = "") -> bool:
     return True
 
 
-def wait(work: Any, ranks: Sequence[int]) -> None:
+def wait(work: Any, ranks: Sequence[int], purpose: str, kind: str, sent: Any) -> None:
     """Runs ``work.wait()`` for a collective of ``ranks`` that ends once all of them have started
-    it. Raises RuntimeError also if a rank has stopped, after some seconds."""
+    it. Raises RuntimeError also if a rank has stopped, after some seconds. Raises MismatchError if
+    another rank waits in another collective of this communicator, by ``kind``, or by the size and
+    dtype of ``sent``."""
     try:
         work.wait(SLICE)
         return
     except RuntimeError:  # the collective failed, or the slice has passed
         watcher = last_runtime().watcher
-    for slices in itertools.count(1):
-        if work.is_completed():
-            work.wait()
-            return
-        if slices >= PATIENCE and watcher and not watcher.lost and find(watcher, ranks):
-            raise RuntimeError(f"given up after {slices} s")
-        with contextlib.suppress(RuntimeError):
-            work.wait(SLICE)
+    words = kind  # sizes of all_to_all differ between ranks
+    if kind != "all_to_all":
+        words += f" of {sent.numel()} {sent.dtype}"
+    posted = ""
+    before: dict[int, str] = {}  # the other collectives that ranks waited in at the last slice
+    same = 0  # slices for which they have waited in them
+    try:
+        for slices in itertools.count(1):
+            if work.is_completed():
+                work.wait()
+                return
+            if slices >= PATIENCE and watcher and not watcher.lost:
+                if find(watcher, ranks):
+                    raise RuntimeError(f"given up after {slices} s")
+                posted = posted or _post_wait(watcher, ranks, purpose, words)
+                waits = _other_waits(watcher, posted, ranks, words)
+                before, same = waits, same + 1 if waits and waits == before else 0
+                if same == PATIENCE:
+                    _raise_mismatch(watcher, f"{words} at {user_line()}", waits)
+            with contextlib.suppress(RuntimeError):
+                work.wait(SLICE)
+    finally:
+        if posted and not watcher.lost:
+            with contextlib.suppress(RuntimeError):
+                watcher.store.delete_key(f"{posted}/{watcher.rank}")
+
+
+def _post_wait(
+    watcher: failure_watch.Watcher, ranks: Sequence[int], purpose: str, words: str
+) -> str:
+    """Posts that this rank waits in a collective. Returns the key of the communicator."""
+    communicator = f"wait/{purpose}/{sorted(ranks)}"
+    entry = [words, user_line(), time.monotonic()]  # the time makes each wait differ
+    watcher.store.set(f"{communicator}/{watcher.rank}", json.dumps(entry))
+    return communicator
+
+
+def _other_waits(
+    watcher: failure_watch.Watcher, communicator: str, ranks: Sequence[int], words: str
+) -> dict[int, str]:
+    """Returns the entries of the ranks that wait in another collective of the communicator."""
+    entries = {r: read_key(watcher.store, f"{communicator}/{r}") for r in ranks}
+    return {r: e for r, e in entries.items() if e is not None and json.loads(e)[0] != words}
+
+
+def _raise_mismatch(watcher: failure_watch.Watcher, mine: str, waits: dict[int, str]) -> None:
+    others = [f"rank {r} in {w} at {line}" for r, (w, line, _) in
+              ((r, json.loads(entry)) for r, entry in waits.items())]  # fmt: skip
+    raised: Raised | None = last_runtime().raised
+    text = (
+        f"ranks wait in different collectives of one group, which never end: rank {watcher.rank} "
+        f"in {mine}, {', '.join(others)}. All ranks make the same calls in the same order: look "
+        "for a call, or an error that was caught, on some ranks only"
+        + ("" if raised is None else f". This rank caught {raised.words}")
+    )
+    failure_watch.post(text)
+    watcher.store.set(STOPPED, "")
+    raise MismatchError(text)
 
 
 callbacks.on_heartbeat.append(_post)

@@ -148,9 +148,27 @@ def goes_on(rank, failing):
     assert factor.sum().item() == 3 * WORLD
 
 
+def another_call(rank, failing):
+    """One rank calls a collective that the others do not call."""
+    x = matrices([])
+    x.sum().item()
+    if rank == failing:
+        x.redistribute(placements=[dt.Replicate()])
+    (x * 2).sum().item()
+
+
 PROGRAMS = {
     f.__name__: f
-    for f in (call, known_call, backward, in_the_background, alike, alike_in_a_run, goes_on)
+    for f in (
+        call,
+        known_call,
+        backward,
+        in_the_background,
+        alike,
+        alike_in_a_run,
+        goes_on,
+        another_call,
+    )
 }
 for name in ("1f1b", "gpipe", "zero_bubble", "zbv", "dualpipev"):
     for where in ("forward", "backward"):

@@ -132,6 +132,10 @@ def test_micro_batches_that_share_a_channel_are_not():
     with mock.patch.object(p2p, "channels", lambda count: shared[:count]):
         assert check([randn(64, 9, seed=i) for i in range(5)]) == 0
         count = check([randn(64, 9, seed=i) for i in range(3)])
+    text = "4 micro-batches: this schedule has more than 1 in"
+    one = mock.patch.object(p2p, "channels", lambda count: [first] * count)
+    with one, pytest.raises(ValueError, match=text):
+        check([randn(64, 9, seed=i) for i in range(4)], "interleaved_1f1b", visits=4)
     assert count == (2 if dist.get_rank() == 1 else 0)
     assert runtime.current_runtime().posts_early_receives
 
