@@ -45,7 +45,7 @@ class InPlace(MeshTensor):
         token.replacements[0] += requires_grad is not self.local.requires_grad
         for _, t in leaves_of(self) if leaf else [((), self.local)]:
             t.requires_grad_(requires_grad)
-        if requires_grad:
+        if requires_grad and leaf:
             scale_average_grad(self.local, self.spec)
         return self
 

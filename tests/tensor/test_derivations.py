@@ -274,3 +274,12 @@ def test_a_gradient_read_while_frozen_on_two_axes() -> None:
         w.requires_grad_(True)
         (w * x).sum().backward()
     torch.testing.assert_close(_full(ours.grad), plain.grad)
+
+
+@on_ranks(2)
+def test_requires_grad_of_an_inner_average_changes_nothing() -> None:
+    mesh = dt.init_mesh((2,), ("dp",))
+    w = dt.from_local(W.clone(), mesh, [dt.Partial("avg")], shape=(4,)).requires_grad_()
+    x = (w * 1.0).requires_grad_().requires_grad_()
+    (x * dt.shard_tensor(BIG, mesh, [S0])).sum().backward()
+    torch.testing.assert_close(_full(w.grad), BIG.sum(0))

@@ -161,5 +161,8 @@ def test_inductor_draws_the_same_numbers_and_keeps_what_a_backward_needs():
                 out = call(*given)
             out.square().sum().backward()
             found.append([out.full_tensor(), *[x.grad.full_tensor() for x in given]])
-        torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+        for got, want in zip(found[1], found[0], strict=True):
+            # inductor's sine and exponential differ in last bits, of values as large as the largest
+            scale = want.abs().max().item()
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-6 * scale)
     assert fast.replays == 2 and not fast.breaks()
