@@ -31,7 +31,9 @@ def losses(*funcs: Function, doc: str) -> Callable[..., Any]:
     def enter(make: Callable[..., Factors]) -> Callable[..., Factors]:
         for func in funcs:
             names = [*signature(func).parameters]
-            rule(func, exact=True, doc=doc)(partial(_factors, make, names))
+            factors: Any = partial(_factors, make, names)
+            factors.__module__ = make.__module__
+            rule(func, exact=True, doc=doc)(factors)
         return make
 
     return enter
