@@ -65,12 +65,6 @@ def shard_tensor(
     if requires_grad is None:
         requires_grad = value.requires_grad
     root = mesh.root
-    if src_rank is not None and mesh.coordinate is not None:
-        agree(
-            "shard_tensor", root.group(tuple(range(root.ndim))), src_rank=src_rank,
-            dtype=value.dtype, shape=tuple(value.shape), requires_grad=requires_grad,
-            in_graph=in_graph,
-        )  # fmt: skip
     if src_rank is not None and src_rank not in root.ranks:
         raise ValueError(
             f"src_rank={src_rank} is not in {root!r}; its ranks are {list(root.ranks)}"
@@ -84,6 +78,12 @@ def shard_tensor(
             f"shard_tensor: src_rank={src_rank} of data in a graph: the other ranks' data have no "
             "part in the result, and so no gradient. Give data.detach(), or leave src_rank out"
         )
+    if src_rank is not None and mesh.coordinate is not None:
+        agree(
+            "shard_tensor", root.group(tuple(range(root.ndim))), src_rank=src_rank,
+            dtype=value.dtype, shape=tuple(value.shape), requires_grad=requires_grad,
+            in_graph=in_graph,
+        )  # fmt: skip
     if mesh.coordinate is None and not in_graph:
         return _as_parameter(execute.off_mesh_leaf(spec, requires_grad), data)
     value = value if in_graph else value.detach()

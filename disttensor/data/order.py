@@ -19,7 +19,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 @dataclass
-class Position:
+class LoaderPosition:
     """A position in the samples, from which a run can continue.
 
     Args:
@@ -92,7 +92,7 @@ class Order(Iterator[list[Any]]):
         begin: the samples that are left out, and their digest.
     """
 
-    def __init__(self, batches: Iterable[Any], places: Sequence[Places], begin: Position) -> None:
+    def __init__(self, batches: Iterable[Any], places: Sequence[Places], begin: LoaderPosition) -> None:
         self._digest, self._begin = Digest(), begin
         self._batches = filter(None, map(list, batches))
         self._rest: list[Any] = []  # of the batch in which the saved position lies
@@ -138,7 +138,7 @@ class Order(Iterator[list[Any]]):
     def _skip(self) -> None:
         """Leaves out the samples of the saved position. Raises ValueError if they have other
         indices than in the run that was saved."""
-        begin, self._begin, digest = self._begin, Position(), ""
+        begin, self._begin, digest = self._begin, LoaderPosition(), ""
         left = begin.samples
         while left and (batch := next(self._batches, None)):
             self._rest = batch[left:]

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from disttensor.checks import check_bool
 from disttensor.data.batch import BatchFormat, Digests, Placed, exchange, replica_digests
 from disttensor.data.entries import Places, entries, is_first_replica
-from disttensor.data.order import BatchRows, Order, Position, digest_of
+from disttensor.data.order import BatchRows, Order, LoaderPosition, digest_of
 from disttensor.pytree import Path, map_paths
 
 _KEPT = (
@@ -87,8 +87,8 @@ class ShardedLoader:
         self._local: Any = DataLoader(batch_sampler=self._orders, **kept)
         self._running: WeakValueDictionary[int, _Epoch] = WeakValueDictionary()
         self._epochs, self._last = 0, ""  # epochs that have begun; digest of the last complete one
-        self._position = Position()
-        self._resumed: Position | None = None
+        self._position = LoaderPosition()
+        self._resumed: LoaderPosition | None = None
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":  # this object is being copied or unpickled
@@ -101,7 +101,7 @@ class ShardedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         generators, before = _generators(self.loader), torch.get_rng_state()
-        begin, self._resumed = self._resumed or Position(), None
+        begin, self._resumed = self._resumed or LoaderPosition(), None
         epoch = _Epoch(self, replace(begin, inside=True, epochs=self._epochs, last=self._last))
         try:
             if begin.last:
@@ -132,7 +132,7 @@ class ShardedLoader:
         states = [generator.get_state() for generator in _generators(self.loader)]
         at = self._position
         if not at.inside:
-            at = Position(generators=states, epochs=self._epochs, last=self._last)
+            at = LoaderPosition(generators=states, epochs=self._epochs, last=self._last)
         elif self._epochs > at.epochs + 1:
             at = replace(at, later=states)
         size = len(self.loader.dataset) if hasattr(self.loader.dataset, "__len__") else -1
@@ -149,14 +149,14 @@ class ShardedLoader:
                 f"{len(mine['generators'])}: give it the data that were saved"
             )
         known = {"inside": state["samples"] > 0, **state}  # earlier versions saved less
-        known = {f.name: known[f.name] for f in fields(Position) if f.name in known}
-        at = self._position = self._resumed = Position(**known)
+        known = {f.name: known[f.name] for f in fields(LoaderPosition) if f.name in known}
+        at = self._position = self._resumed = LoaderPosition(**known)
         self._epochs, self._last = at.epochs, at.last
         self._running.clear()
         if not at.inside:
             _set_states(_generators(self.loader), at.generators)
 
-    def _repeat_epochs(self, begin: Position) -> None:
+    def _repeat_epochs(self, begin: LoaderPosition) -> None:
         """Iterates over the earlier epochs of a sampler that may have random numbers of its own,
         until the order of the last epoch has come."""
         generators = _generators(self.loader)
@@ -176,7 +176,7 @@ class _Epoch(Iterator[Any]):
     order: Order
     batches: Iterator[Any]
 
-    def __init__(self, loader: ShardedLoader, position: Position) -> None:
+    def __init__(self, loader: ShardedLoader, position: LoaderPosition) -> None:
         self.loader, self.position = loader, position
         self.number, self.ended = 0, False
         self.error: Exception | None = None  # of the begin
@@ -219,7 +219,7 @@ class _Epoch(Iterator[Any]):
         loader._running.pop(self.position.epochs, None)
         loader._last = self.position.digest
         still = loader._running.get(max(loader._running, default=-1))
-        loader._position = Position() if still is None else still.position
+        loader._position = LoaderPosition() if still is None else still.position
 
 
 def _samplers(loader: Any) -> list[Any]:
@@ -245,7 +245,7 @@ class _Orders:
 
     def __init__(self, batches: Any, places: Sequence[Places]) -> None:
         self.batches, self.places = batches, places
-        self.begin = Position()  # of the epoch that begins
+        self.begin = LoaderPosition()  # of the epoch that begins
         self.newest: Any = None
 
     def __iter__(self) -> Iterator[list[Any]]:

@@ -37,7 +37,13 @@ def _dtype_of(
     size: Any = 1 if fn is torch.randperm else (1,)
     given = (*args, size) if fn is torch.randint else (size, *args)
     with no_dispatch(), no_function_mode():
-        made: torch.dtype = fn(*given, dtype=dtype, device=device, **own).dtype
+        try:
+            made: torch.dtype = fn(*given, dtype=dtype, device=device, **own).dtype
+        except NotImplementedError:  # it names a kernel
+            raise TypeError(
+                f"{fn.__name__}: {dtype} cannot hold its values; use a floating dtype, or convert "
+                "the result"
+            ) from None
     return made
 
 
