@@ -92,7 +92,9 @@ class Order(Iterator[list[Any]]):
         begin: the samples that are left out, and their digest.
     """
 
-    def __init__(self, batches: Iterable[Any], places: Sequence[Places], begin: LoaderPosition) -> None:
+    def __init__(
+        self, batches: Iterable[Any], places: Sequence[Places], begin: LoaderPosition
+    ) -> None:
         self._digest, self._begin = Digest(), begin
         self._batches = filter(None, map(list, batches))
         self._rest: list[Any] = []  # of the batch in which the saved position lies

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from disttensor.checks import check_bool
 from disttensor.data.batch import BatchFormat, Digests, Placed, exchange, replica_digests
 from disttensor.data.entries import Places, entries, is_first_replica
-from disttensor.data.order import BatchRows, Order, LoaderPosition, digest_of
+from disttensor.data.order import BatchRows, LoaderPosition, Order, digest_of
 from disttensor.pytree import Path, map_paths
 
 _KEPT = (
