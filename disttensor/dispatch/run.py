@@ -28,7 +28,7 @@ from disttensor.tensor import views
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.reshard import resharded_local
 from disttensor.tensor.tensor_meta import describe_tensors
-from disttensor.tensor.uses import RepeatedCall, set_derivation
+from disttensor.tensor.uses import set_derivation, with_versions
 from disttensor.tensor.versions import count
 from disttensor.torch_private import make_subclass
 
@@ -223,16 +223,24 @@ def derive(plan: CallPlan, args: Sequence[Any], kwargs: Any, result: Any) -> Non
     # x.split(n) returns a tuple, also of one piece
     if type(result) is not DistTensor or not result.local.requires_grad or not _grad():
         return
-    kwargs = kwargs or {}
     if kwargs and plan.order is not None:
         args, kwargs = _in_order(plan, args, kwargs)
+    if not kwargs and plan.derives == 0:
+        rest = args[1:]
+        for a in rest:
+            if isinstance(a, Tensor):
+                break
+        else:  # most views
+            set_derivation(result, result.local, args[0], plan.local, rest)
+            return
+    kwargs = kwargs or {}
     source = collect((args, kwargs), [])[plan.derives or 0]
-    given, named = _read_all(plan, args, kwargs)
+    others, named = _read_all(plan, args, kwargs)
     places = [*enumerate(args), *kwargs.items()]
     at: Any = next(i for i, a in places if a is source)
-    del (given if type(at) is int else named)[at]
-    call = RepeatedCall(plan.local, given, named, at)  # type: ignore[arg-type]
-    set_derivation(result, result.local, source, call)
+    del (others if type(at) is int else named)[at]
+    given = with_versions([*others, *named.values()])
+    set_derivation(result, result.local, source, plan.local, others, named, at, given)
 
 
 # Off the mesh ---------------------------------------------------------------------------------

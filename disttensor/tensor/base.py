@@ -38,6 +38,7 @@ class MeshTensor(Tensor):
     _uses: Uses | None = None  # disttensor.tensor.uses
     _grad_slot: GradSlot | None = None  # disttensor.tensor.grad_slot
     _view_state: ViewState | None = None  # disttensor.tensor.views
+    _sets_of_data: int = 0  # how often ``x.data = value`` was done
     # torch's mark of an nn.Parameter: set by ``nn.Parameter`` and ``as_parameter``
     _is_param: bool = False
     # the result of an earlier reduction of a pending value: disttensor.dispatch.reduction_cache

@@ -120,6 +120,7 @@ class InPlace(MeshTensor):
             for _, t in leaves_of(self) if self.local.is_leaf else [((), self.local)]:
                 t.data = value.local.data
             mark_shared(self.local)
+            self._sets_of_data += 1
         source = value.local
         if value.spec.layout.partial or (source.requires_grad and not source.is_leaf):
             views.view_state(self).uncounted = views.view_state(value).uncounted = True

@@ -9,10 +9,10 @@ has another meaning (``disttensor.autograd.grad_types``). An alias is made in on
               and its ``Derivation`` still holds: it is made from its source again
     LOCAL     any other tensor, and one with hooks: the local, behind a node whose backward reduces
 
-A derivation is data. It has the ``SourceState`` of its source: what the source stood for when the
-result was made. If the source has changed since (it was written to, detached or frozen, or it has
-other memory), the state does not hold any more, and aliases are made from the local. This is right
-too, and costs one reduction more."""
+A derivation is data. It says what its source stood for when the result was made. If the source has
+changed since (it was written to, detached or frozen, or it has other memory), the derivation does
+not hold any more, and aliases are made from the local. This is right too, and costs one reduction
+more."""
 
 from __future__ import annotations
 
@@ -35,15 +35,28 @@ Tensor = torch.Tensor
 T = TypeVar("T")
 
 
-class SourceState(NamedTuple):
-    """What the DistTensor ``x`` stood for at one moment. ``version``: of its local."""
+class Derivation(NamedTuple):
+    """How the local of a result was made from the DistTensor ``x``, and what x stood for then.
+
+    x, local, spec, version, is_leaf  the source, its local and spec, and the state of its local.
+    sets_of_data  how often ``x.data = value`` had been done.
+    local_fn      the call of a local function: a view function, or one that is cheap to repeat.
+                  None: the result is a reshard.
+    args, named   of the call, without the source, which is at the position or keyword ``at``.
+    given         the tensors among them, with their versions.
+    """
 
     x: Any
     local: Tensor
     spec: DistSpec
     version: int
     is_leaf: bool
-    storage: Any
+    sets_of_data: int
+    local_fn: Callable[..., Any] | None = None
+    args: Sequence[Any] = ()
+    named: dict[str, Any] = {}  # noqa: RUF012  (never written to)
+    at: int | str = 0
+    given: Sequence[tuple[Tensor, int]] = ()
 
     def holds(self) -> bool:
         """Returns True if x still stands for the same node of autograd's graph. A write to a leaf
@@ -55,45 +68,24 @@ class SourceState(NamedTuple):
             return False
         return self.is_leaf or version(local) == self.version
 
-    def is_unchanged(self) -> bool:
-        """Returns True if x has the same value in the same memory."""
-        return version(self.local) == self.version and self.has_memory_of(self.local)
+    def has_inputs(self, result: Tensor) -> bool:
+        """Returns True if the call would give the value of ``result``: a view of the same memory,
+        or a copy of values that have not changed."""
+        if self.x._sets_of_data != self.sets_of_data:
+            return False
+        shares = storage_id(result.untyped_storage()) == storage_id(self.local.untyped_storage())
+        unchanged = shares or version(self.local) == self.version
+        return unchanged and all(version(t) == n for t, n in self.given)
 
-    def has_memory_of(self, local: Tensor) -> bool:
-        return storage_id(local.untyped_storage()) == storage_id(self.storage)
-
-
-class RepeatedCall(NamedTuple):
-    """The call of a local function: a view function, or one that is cheap to repeat. ``at``: the
-    position or keyword of the source, which the arguments do not contain."""
-
-    local_fn: Callable[..., Any]
-    args: Sequence[Any]
-    named: dict[str, Any]
-    at: int | str = 0
-
-    def tensors(self) -> list[tuple[Tensor, int]]:
-        """Returns the other tensor arguments with their versions."""
-        given = (*self.args, *self.named.values())
-        return [(t, version(t)) for t in given if isinstance(t, Tensor)]
-
-    def run(self, source: Tensor) -> Tensor:
+    def repeat(self, source: Tensor) -> Tensor:
+        """Runs the call with another use of the source."""
         args, named = list(self.args), self.named
         if isinstance(self.at, str):
             named = {**named, self.at: source}
         else:
             args.insert(self.at, source)
-        out: Tensor = observe.run_local(self.local_fn, args, named)
+        out: Tensor = observe.run_local(self.local_fn, args, named)  # type: ignore[arg-type]
         return out
-
-
-class Derivation(NamedTuple):
-    """How the local of a result was made from ``source``: by ``call``, or by a reshard. ``given``:
-    the other tensors that the call read, with their versions."""
-
-    source: SourceState
-    call: RepeatedCall | None = None
-    given: Sequence[tuple[Tensor, int]] = ()
 
 
 class Made(IntEnum):
@@ -197,22 +189,18 @@ def varying_axes(x: Any, dst: DistSpec, axes: Axes) -> Axes:
     )
 
 
-def _derived(x: Any, derivation: Derivation | None, axes: Axes) -> Tensor | None:
-    """Makes the local of x from its source again, for a use that varies over ``axes``. Returns None
-    if this cannot be done, or no longer."""
-    if derivation is None or not derivation.source.holds():
+def _derived(result: Any, made: Derivation | None, axes: Axes) -> Tensor | None:
+    """Makes the local of ``result`` from its source again, for a use that varies over ``axes``.
+    Returns None if this cannot be done, or no longer."""
+    if made is None or not made.holds():
         return None
-    source, call, given = derivation
-    if call is None:
-        dst = x.spec
-        read = varying_axes(source.x, dst, axes)
-        used = source.x.local_for(read)
-        transition = transition_between(source.spec, read, dst, axes)
-        return apply_transition(used, transition, [x.local.detach()])
-    is_view = source.has_memory_of(x.local) and source.has_memory_of(source.local)
-    if not (is_view or source.is_unchanged()) or any(version(t) != n for t, n in given):
-        return None
-    return call.run(source.x.local_for(axes))
+    if made.local_fn is not None:
+        if not made.has_inputs(result.local):
+            return None
+        return made.repeat(made.x.local_for(axes))
+    read = varying_axes(made.x, result.spec, axes)
+    transition = transition_between(made.spec, read, result.spec, axes)
+    return apply_transition(made.x.local_for(read), transition, [result.local.detach()])
 
 
 # Reading --------------------------------------------------------------------------------------
@@ -244,16 +232,20 @@ def aliases_of_leaf(x: Any) -> list[Tensor]:
 # Transitions ----------------------------------------------------------------------------------
 
 
-def set_derivation(
-    result: Any, local: Tensor, source: Any, call: RepeatedCall | None = None
-) -> None:
+def set_derivation(result: Any, local: Tensor, source: Any, *call: Any) -> None:
     """Records that ``result``, a new tensor with the local ``local`` in autograd's graph, was made
-    from ``source``."""
+    from ``source``: by the ``call``, as in ``Derivation``, or by a reshard."""
     x = source.local
-    state = SourceState(source, x, source.spec, version(x), x.is_leaf, x.untyped_storage())
     uses = result._uses = Uses()
-    given = () if call is None else call.tensors()
-    uses.version, uses.derivation = local._version, Derivation(state, call, given)
+    uses.version = local._version
+    uses.derivation = Derivation(
+        source, x, source.spec, version(x), x.is_leaf, source._sets_of_data, *call
+    )
+
+
+def with_versions(tensors: Sequence[Any]) -> list[tuple[Tensor, int]]:
+    """Returns the tensors, the only ones that count, with their versions."""
+    return [(t, version(t)) for t in tensors if isinstance(t, Tensor)]
 
 
 def derivation_of(x: Any) -> Derivation | None:
@@ -262,12 +254,10 @@ def derivation_of(x: Any) -> Derivation | None:
 
 def derivation_from_leaf(x: Any) -> Derivation | None:
     """Returns the derivation of x if its first source is a leaf."""
-    found = derivation_of(x)
-    state = None if found is None else found.source
-    while state is not None and not state.is_leaf:
-        above = derivation_of(state.x)
-        state = None if above is None else above.source
-    return None if state is None else found
+    found = above = derivation_of(x)
+    while above is not None and not above.is_leaf:
+        above = derivation_of(above.x)
+    return None if above is None else found
 
 
 def with_derivation(x: T, derivation: Derivation | None) -> T:
@@ -287,8 +277,8 @@ def made_from(result: Any, source: Any, other: Any) -> Uses | None:
     """Returns the Uses of ``result`` with ``other`` in the place of its source ``source``."""
     uses: Uses | None = result._uses
     derivation = derivation_of(result)
-    if uses is not None and derivation is not None and derivation.source.x is source:
-        uses.derivation = derivation._replace(source=derivation.source._replace(x=other))
+    if uses is not None and derivation is not None and derivation.x is source:
+        uses.derivation = derivation._replace(x=other)
     return uses
 
 

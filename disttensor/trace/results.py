@@ -10,7 +10,7 @@ import torch
 from disttensor.dispatch.reduction_cache import keep
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.grad_slot import collector_of
-from disttensor.tensor.uses import Derivation, RepeatedCall, set_aliases, set_derivation
+from disttensor.tensor.uses import Derivation, set_aliases, set_derivation, with_versions
 from disttensor.tensor.versions import version
 from disttensor.torch_private import make_subclass
 from disttensor.trace.tape import LineKind, Tape, container_text, is_constant
@@ -95,17 +95,17 @@ class Results:
             )
         return name
 
-    def _derive(self, name: str, local: str, derivation: Derivation) -> None:
+    def _derive(self, name: str, local: str, made: Derivation) -> None:
         """Adds the line that records the source of a result."""
-        source, call, _ = derivation
-        if self.writes or source.x.local is not source.local:
+        if self.writes or made.x.local is not made.local:
             raise Untraceable("a result was made from another, and the program writes to tensors")
-        parts = [name, local, self.tensor(source.x)]
-        if call is not None:
-            words = ", ".join(
-                map(self._part, (call.local_fn, list(call.args), call.named, call.at))
-            )
-            parts.append(f"{self.tape.constant(RepeatedCall)}({words})")
+        parts = [name, local, self.tensor(made.x)]
+        if made.local_fn is not None:
+            call = made.local_fn, list(made.args), made.named, made.at
+            parts += [self._part(part) for part in call]
+            tensors = [t for t in (*made.args, *made.named.values()) if isinstance(t, Tensor)]
+            if tensors:
+                parts.append(f"{self.tape.constant(with_versions)}({self._part(tensors)})")
         give = self.tape.constant(set_derivation)
         self.tape.add_line(LineKind.MAKE, f"{give}({', '.join(parts)})")
 
