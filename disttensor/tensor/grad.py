@@ -228,7 +228,7 @@ def _check(x: MeshTensor, value: Any) -> None:
         )
     dtype = x.grad_dtype
     if dtype is not None and value.dtype != dtype:
-        raise RuntimeError(f"{who}: gradients are of {dtype}, and this one is of {value.dtype}")
+        raise RuntimeError(f"{who}: its dtype is {dtype}, the gradient's {value.dtype}")
     if isinstance(value, MeshTensor) and x.is_initialized and value.spec.mesh is not x.spec.mesh:
         raise RuntimeError(
             f"{who} on {x.spec.mesh!r}: the gradient is on {value.spec.mesh!r}; reshard it first"

@@ -66,6 +66,8 @@ class Hooks(MeshTensor):
             raise RuntimeError(
                 "post accumulate grad hooks cannot be registered on non-leaf tensors"
             )
+        if not self.local.requires_grad:
+            raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
         if not self.is_initialized:
             return RemovableHandle(OrderedDict())
         collector = collector_of(self)
