@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from disttensor import callbacks
-from disttensor.torch_private import current_node
+from disttensor.torch_private import current_backward, current_node
 
 _KEY = "disttensor.start"
 _thread = threading.local()
@@ -64,7 +64,8 @@ def wrap_run_backward(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def run_backward(roots: Any, *args: Any, **kwargs: Any) -> Any:
-        mark_starts(roots)
+        if current_backward() == -1:  # a call inside of a node is a part of its backward
+            mark_starts(roots)
         return original(roots, *args, **kwargs)
 
     return run_backward

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -57,17 +56,16 @@ class LeafHooks:
         self.tensor_hooks: OrderedDict[int, Hook] = OrderedDict()
         self.post_hooks: OrderedDict[int, Hook] = OrderedDict()
         self._backward = self._posted = -1
-        # of this backward: the leaves that got a gradient, each with its earlier gradient
-        self._arrived: dict[int, tuple[Axes, Tensor, Tensor | None]] = {}
-        for axes, leaf in leaves_of(x):
-            self.watch(axes, leaf)
+        # of this backward: all leaves, each with its earlier gradient
+        self._arrived: list[tuple[Axes, Tensor, Tensor | None]] = []
+        for _, leaf in leaves_of(x):
+            self.watch(leaf)
 
-    def watch(self, axes: Axes, leaf: Tensor) -> None:
-        """Lets autograd report the gradients of ``leaf``, which collects those of uses that vary
-        over ``axes``."""
+    def watch(self, leaf: Tensor) -> None:
+        """Lets autograd report the gradients of ``leaf``, one of the leaves of x."""
         is_frozen = not leaf.requires_grad
         leaf.requires_grad_()
-        leaf.register_hook(partial(self._arrives, axes, leaf))
+        leaf.register_hook(self._arrives)
         leaf.register_post_accumulate_grad_hook(self._accumulated)
         if is_frozen:
             leaf.requires_grad_(False)
@@ -81,13 +79,22 @@ class LeafHooks:
         run_after_failure(self._restore)
         return True
 
-    def _arrives(self, axes: Axes, leaf: Tensor, _: Tensor) -> None:
-        if self.tensor_hooks and current_context() is not RETURNED:
-            if self._starts() or not self._arrived:
-                run_last(self._finish)
-            if id(leaf) not in self._arrived:
-                self._arrived[id(leaf)] = axes, leaf, leaf.grad
-                leaf.grad = None
+    def _arrives(self, _: Tensor) -> None:
+        if not self.tensor_hooks or current_context() is RETURNED:
+            return
+        if self._starts() or not self._arrived:
+            run_last(self._finish)
+            self._set_aside()
+
+    def _set_aside(self) -> None:
+        """Takes the earlier gradients of all leaves away. Memory of a bucket will be written to."""
+        slot = grad_slot(self.x)
+        for axes, leaf in leaves_of(self.x):
+            earlier = leaf.grad
+            if earlier is not None and (slot.fixed_by or slot.memory is not None):
+                earlier = earlier.clone()
+            self._arrived.append((axes, leaf, earlier))
+            leaf.grad = None
 
     def _accumulated(self, _: Tensor) -> None:
         if self.post_hooks and self._posted != this_backward():
@@ -105,12 +112,12 @@ class LeafHooks:
 
     def _restore(self) -> None:
         """Gives the leaves their earlier gradients back."""
-        for _, leaf, earlier in self._arrived.values():
+        for _, leaf, earlier in self._arrived:
             leaf.grad = earlier
-        self._arrived, self._backward, self._posted = {}, -1, -1
+        self._arrived, self._backward, self._posted = [], -1, -1
 
     def _finish(self) -> None:
-        pieces = [(axes, leaf.grad) for axes, leaf, _ in self._arrived.values()]
+        pieces = [(axes, leaf.grad) for axes, leaf, _ in self._arrived]
         here = [(axes, g) for axes, g in pieces if g is not None]
         self._restore()
         if not here:

@@ -143,7 +143,7 @@ def alias_of(x: Any, axes: Axes) -> Tensor:
     uses = uses_of(x)
     derived = None if local.is_leaf else _derived(x, uses.derivation, axes)
     if local.is_leaf:
-        made, alias = Made.LEAF, _second_leaf(x, axes)
+        made, alias = Made.LEAF, _second_leaf(x)
     elif derived is not None:
         made, alias = Made.DERIVED, derived
         if local.retains_grad:
@@ -160,7 +160,7 @@ def alias_of(x: Any, axes: Axes) -> Tensor:
     return alias
 
 
-def _second_leaf(x: Any, axes: Axes) -> Tensor:
+def _second_leaf(x: Any) -> Tensor:
     """Returns a leaf with the memory of the leaf of x. All that users set on a leaf and that counts
     in a backward is passed on here."""
     leaf = x.local.detach().requires_grad_(x.local.requires_grad)
@@ -169,7 +169,7 @@ def _second_leaf(x: Any, axes: Axes) -> Tensor:
     scale_average_grad(leaf, x.spec)
     slot = x._grad_slot
     if slot is not None and slot.hooks is not None:
-        slot.hooks.watch(axes, leaf)
+        slot.hooks.watch(leaf)
     return leaf
 
 
@@ -299,7 +299,7 @@ def add_leaf(x: Any, axes: Axes) -> Tensor:
             return leaf
     uses = uses_of(x)
     uses.aliases = {} if uses.aliases is None else uses.aliases
-    leaf = _second_leaf(x, axes)
+    leaf = _second_leaf(x)
     uses.aliases[axes] = Alias(leaf, Made.LEAF, None)
     return leaf
 
