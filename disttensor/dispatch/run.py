@@ -235,6 +235,8 @@ def derive(plan: CallPlan, args: Sequence[Any], kwargs: Any, result: Any) -> Non
             return
     kwargs = kwargs or {}
     source = collect((args, kwargs), [])[plan.derives or 0]
+    if type(source) is not DistTensor:
+        return
     others, named = _read_all(plan, args, kwargs)
     places = [*enumerate(args), *kwargs.items()]
     at: Any = next(i for i, a in places if a is source)

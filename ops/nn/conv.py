@@ -142,17 +142,16 @@ def _padded(call: LocalCall, least: dict[int, int]) -> Any:
 def _on_pieces(call: LocalCall, n: int) -> Any:
     """Returns the convolution with the groups that this rank has."""
     parts = call.count(call.axes("g"))
-    if is_empty(call):
-        return _padded(call, {})
+    run = _padded(call, {}) if is_empty(call) else call.func
     if parts == 1:
-        return call.func
+        return run
 
     def conv(*args: Any, **words: Any) -> Tensor:
         if len(args) > 6:
             args = (*args[:6], args[6] // parts, *args[7:])
         else:
             words["groups"] //= parts
-        return call.func(*args, **words)
+        return run(*args, **words)
 
     return conv
 

@@ -198,7 +198,7 @@ def test_attention_that_drops_nothing(
 
 def test_a_mask_with_is_causal_is_refused_on_every_rank() -> None:
     rows, mask = Arg((2, 3, 7, 4), [Shard(2)]), Arg((7, 7), [Shard(0)], torch.bool)
-    with pytest.raises(RuntimeError, match="no attn_mask is expected"):
+    with pytest.raises(RuntimeError, match="attn_mask should not be set"):
         ops.infer(
             F.scaled_dot_product_attention, rows, rows, rows, mask, 0.0, True, mesh_shape=(2,)
         )

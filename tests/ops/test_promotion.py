@@ -14,7 +14,7 @@ import disttensor as dt
 from disttensor import Partial, Replicate, Shard
 from ops.factors import NoRule
 from ops.registry import RULES
-from ops.signatures import normalize_call
+from ops.signatures import form_of
 from tests.opinfo.opinfo_call import OPS
 from tests.support.pool import on_ranks
 from tests.support.simulate import check_rule, plan
@@ -46,7 +46,7 @@ def check(func: Any, *args: Any, **kwargs: Any) -> int:
     number."""
     passed = 0
     try:
-        given = normalize_call(func, args, kwargs) or (args, kwargs)
+        given = form_of(func, args, kwargs)[:2]
         for layouts in layouts_of(tensors_of(*given)):
             decision = plan(func, *given, layouts, (2,))[2]
             if decision is not None and any(w.partial for w in decision.input_layouts):
