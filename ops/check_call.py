@@ -40,7 +40,7 @@ Function = Callable[..., Any]
 _REFUSALS = {RuntimeError, TypeError, ValueError, IndexError, NotImplementedError}
 _NO_ANSWER = re.compile(
     "meta (tensor|backend|device|kernel)|'meta|register_meta|fake|generator|cuda|data-dependent"
-    "|mutable_data",
+    "|mutable_data|on meta",
     re.IGNORECASE,
 )
 _OF_KERNELS = re.compile(  # errors that no kernel for ``meta`` raises, or not in these cases

@@ -170,8 +170,9 @@ def become(x: MeshTensor, value: MeshTensor) -> MeshTensor:
     token.replacements[0] += 1
     before = x.like(x.local, x.spec)  # what ``value`` and other results were made from
     before._uses = x._uses
+    x.local = value.local
     invalidate(x)
-    x.local, x._uses = value.local, made_from(value, x, before)
+    x._uses = made_from(value, x, before)
     remember_grad(x, None)
     _change_spec(x, value.spec)
     return x

@@ -141,13 +141,13 @@ def alias_of(x: Any, axes: Axes) -> Tensor:
     if not axes or not local.requires_grad or not torch.is_grad_enabled():
         return local
     uses = uses_of(x)
-    derived = None if local.is_leaf else _derived(x, uses.derivation, axes)
-    if local.is_leaf:
-        made, alias = Made.LEAF, _second_leaf(x)
-    elif derived is not None:
+    derived = _derived(x, uses.derivation, axes)
+    if derived is not None:  # also of a reshard that gave the local of a leaf
         made, alias = Made.DERIVED, derived
         if local.retains_grad:
             alias.retain_grad()
+    elif local.is_leaf:
+        made, alias = Made.LEAF, _second_leaf(x)
     else:
         made = Made.LOCAL
         alias = apply_transition(local, transition_between(x.spec, (), x.spec, axes), None)
