@@ -39,8 +39,8 @@ Function = Callable[..., Any]
 
 _REFUSALS = {RuntimeError, TypeError, ValueError, IndexError, NotImplementedError}
 _NO_ANSWER = re.compile(
-    "meta (tensor|backend|device|kernel)|'meta|register_meta|fake|generator|cuda|data-dependent"
-    "|mutable_data|on meta",
+    "meta (tensor|backend|device|kernel)|'meta|on meta|register_meta|fake|generator|cuda|mutable_data"
+    "|data-dependent|mutable_data",
     re.IGNORECASE,
 )
 _OF_KERNELS = re.compile(  # errors that no kernel for ``meta`` raises, or not in these cases

@@ -140,7 +140,14 @@ def test_kept_where_that_sends_no_more_than_a_gather(
 )
 def test_what_torch_refuses_has_no_rule(options: Any) -> None:
     x = Arg((4, 6, 32, 32), [S2])
-    assert infer(F.conv2d, x, WEIGHT, mesh_shape=(2,), **options).outputs == ((R,),)
+    with pytest.raises((RuntimeError, ValueError)) as plain:
+        F.conv2d(torch.ones(x.shape), torch.ones(WEIGHT.shape), **options)
+    try:
+        outputs = infer(F.conv2d, x, WEIGHT, mesh_shape=(2,), **options).outputs
+    except plain.type as error:
+        assert str(error) == str(plain.value)
+    else:
+        assert outputs == ((R,),)
 
 
 def grads(loss: torch.Tensor, *leaves: torch.Tensor) -> Any:
