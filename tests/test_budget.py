@@ -13,36 +13,45 @@ import pytest
 
 from tests.test_imports import FILES
 
-# Most lines of Python: of a package, or of the modules at the root ("root").
+# Most lines of Python: of a package, or of the modules at the root ("root"). What the growth since
+# 0.2.0 has bought:
+#   api, comm    facts of the ranks are compared at entries (agree); keys of each world in the store;
+#                sizes in messages; ranks in different collectives are named
+#   checkpoint   containers are filled in place, names in files are checked, models replaced at once
+#   data         the position of a loader is one value with a digest; replicas are compared
+#   ops          torch is asked for results, aliasing and errors (in part from meta); exact sums over
+#                split dims and at special points; promotion of pending values
+#   pipeline     one random state for each micro-batch; tensors that are written after they were sent
+#   tensor       hooks of leaves run once, at the end of a backward; derivations are data
 LINES = {
-    "api": 966,
+    "api": 999,
     "autograd": 1_348,
-    "checkpoint": 1_606,
-    "comm": 3_214,
-    "core": 1_186,
-    "data": 462,
-    "dispatch": 2_527,
+    "checkpoint": 1_764,
+    "comm": 3_443,
+    "core": 1_229,
+    "data": 760,
+    "dispatch": 2_552,
     "experts": 650,
-    "fsdp": 3_187,
+    "fsdp": 3_188,
     "graphs": 1_384,
     "integrations": 774,
-    "launching": 744,
-    "meta": 425,
+    "launching": 775,
+    "meta": 133,
     "nn": 746,
-    "ops": 8_358,
+    "ops": 9_078,
     "optim": 447,
     "parallel": 828,
-    "patches": 1_247,
+    "patches": 1_294,
     "pieces": 624,
-    "pipeline": 3_111,
-    "random": 840,
-    "reshard": 1_576,
-    "root": 2_255,
+    "pipeline": 3_251,
+    "random": 890,
+    "reshard": 1_604,
+    "root": 2_302,
     "simulate": 5_066,
-    "tensor": 2_798,
+    "tensor": 3_109,
     "trace": 2_424,
 }  # fmt: skip
-MUTABLE = 110  # objects of modules that change: dicts, lists, sets, caches, context variables
+MUTABLE = 109  # objects of modules that change: dicts, lists, sets, caches, context variables
 CALLBACKS = 10  # in disttensor/callbacks.py
 SAME_NAME = 0  # names that several classes have
 CONTAINERS = {
