@@ -15,13 +15,13 @@ from tests.test_imports import FILES
 
 # Most lines of Python: of a package, or of the modules at the root ("root"). What the growth since
 # 0.2.0 has bought:
-#   api, comm    facts of the ranks are compared at entries (agree); keys of each world in the store;
-#                sizes in messages; ranks in different collectives are named
+#   api, comm    facts of the ranks are compared at entries (agree); keys of each world in the
+#                store; sizes in messages; ranks in different collectives are named
 #   checkpoint   containers are filled in place, names in files are checked, models replaced at once
 #   data         the position of a loader is one value with a digest; replicas are compared
-#   ops          torch is asked for results, aliasing and errors (in part from meta); exact sums over
-#                split dims and at special points; promotion of pending values
-#   pipeline     one random state for each micro-batch; tensors that are written after they were sent
+#   ops          torch is asked for results, aliasing and errors (in part from meta); exact sums
+#                over split dims and at special points; promotion of pending values
+#   pipeline     one random state for each micro-batch; tensors written after they were sent
 #   tensor       hooks of leaves run once, at the end of a backward; derivations are data
 LINES = {
     "api": 999,
