@@ -72,18 +72,18 @@ def shard_tensor(
     check_differentiable("shard_tensor", requires_grad, dtype or value.dtype)
     spec = spec_of(mesh, value.shape, dtype or value.dtype, *how)
     compare_programs.record_entry("shard_tensor", spec, requires_grad)
-    in_graph = in_graph and requires_grad
-    if in_graph and src_rank is not None:
-        raise ValueError(
-            f"shard_tensor: src_rank={src_rank} of data in a graph: the other ranks' data have no "
-            "part in the result, and so no gradient. Give data.detach(), or leave src_rank out"
-        )
     if src_rank is not None and mesh.coordinate is not None:
         agree(
             "shard_tensor", root.group(tuple(range(root.ndim))), src_rank=src_rank,
             dtype=value.dtype, shape=tuple(value.shape), requires_grad=requires_grad,
             in_graph=in_graph,
         )  # fmt: skip
+    in_graph = in_graph and requires_grad
+    if in_graph and src_rank is not None:
+        raise ValueError(
+            f"shard_tensor: src_rank={src_rank} of data in a graph: the other ranks' data have no "
+            "part in the result, and so no gradient. Give data.detach(), or leave src_rank out"
+        )
     if mesh.coordinate is None and not in_graph:
         return _as_parameter(execute.off_mesh_leaf(spec, requires_grad), data)
     value = value if in_graph else value.detach()
