@@ -48,7 +48,7 @@ LINES = {
     "reshard": 1_604,
     "root": 2_302,
     "simulate": 5_066,
-    "tensor": 3_109,
+    "tensor": 3_126,
     "trace": 2_424,
 }  # fmt: skip
 MUTABLE = 109  # objects of modules that change: dicts, lists, sets, caches, context variables

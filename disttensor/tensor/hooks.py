@@ -89,7 +89,9 @@ def _on_local(cls: Any, spec: DistSpec, hook: Callable[[Any], Any]) -> Callable[
     """Returns ``hook`` for the gradient of a local of ``spec``. It holds no reference to the
     tensor, in whose graph it stays."""
 
-    def local_hook(g: Tensor) -> Any:
+    def local_hook(g: Tensor | None) -> Any:
+        if g is None:  # of an output of unbind that no use needs
+            return hook(None)
         grad = on_local(cls, spec, g)
         before = version(grad.local)
         out = hook(grad)

@@ -73,7 +73,14 @@ class InPlace(MeshTensor):
             raise RuntimeError(
                 f"set_ of {self.spec!r}: the source is {source.spec!r}, of another dtype"
             )
+        if self.local.requires_grad and self.local.is_leaf and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"set_ of {self.spec!r}: a leaf that requires grad is changed in place. Use "
+                "torch.no_grad()"
+            )
         self.data = source
+        if self.is_initialized and not self.local.is_inference():
+            torch.autograd.graph.increment_version(self.local)  # a graph may have saved it
         return self
 
     @property
@@ -103,6 +110,13 @@ class InPlace(MeshTensor):
                 "torch.no_grad(): param.copy_(value); in place of nn.utils.vector_to_parameters, "
                 "for param, part in zip(params, vector.split([p.numel() for p in params])): "
                 "param.copy_(part.view_as(param))"
+            )
+        changes_layout = value.spec.with_dtype(self.spec.dtype) is not self.spec
+        if changes_layout and self.local.requires_grad and not self.local.is_leaf:
+            raise RuntimeError(
+                f"data of {self.spec!r}: it is the result of a call, whose backward expects a "
+                f"gradient in its layout, and the value is {value.spec!r}. Redistribute the value "
+                "to the placements of the tensor first"
             )
         grad = _grad_to_move(self, value.spec)
         collector = collector_of(self)
@@ -137,7 +151,8 @@ class InPlace(MeshTensor):
 def _grad_to_move(x: MeshTensor, spec: DistSpec) -> MeshTensor | None:
     """Returns the gradient of x if x gets another layout, in which the gradient is needed. Raises
     RuntimeError if it cannot be moved there."""
-    grad = get_grad(x) if spec.layout != x.spec.layout or spec.shape != x.spec.shape else None
+    moves = spec.layout != x.spec.layout or spec.shape != x.spec.shape
+    grad = get_grad(x) if moves and x.local.is_leaf else None
     if grad is not None and spec.with_layout(x.spec.layout) is not x.spec:
         raise RuntimeError(
             f"data of {x.spec!r}: it has a gradient, {grad.spec!r}, which does not fit {spec!r}. "

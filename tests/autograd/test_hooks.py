@@ -78,6 +78,25 @@ def test_hooks_on_one_tensor_get_one_object():
                 torch.testing.assert_close(got[1], want[1], msg=lambda m, w=where: f"{w}: {m}")
 
 
+def hooked_parts(x: Tensor) -> list[Any]:
+    """What hooks on the parts of x get, of which one alone is used, and the gradient."""
+    seen: list[Any] = []
+    parts = (x * 2).unbind(1)
+    for part in parts[:2]:
+        part.register_hook(lambda g: seen.append(None if g is None else whole(g)))
+    (parts[1] * 3).sum().backward()
+    return [*seen, whole(x.grad)]
+
+
+@on_ranks(2)
+def test_hooks_on_parts_without_a_use_get_none():
+    want = hooked_parts(placed(None))
+    assert any(g is None for g in want)
+    for placements in LAYOUTS[1:]:
+        got = hooked_parts(placed(placements))
+        torch.testing.assert_close(got, want, msg=lambda m, p=placements: f"{p}: {m}")
+
+
 def module_hooks(x: Tensor) -> list[bool]:
     """Two hooks of each kind on one module."""
     module = nn.Tanh()

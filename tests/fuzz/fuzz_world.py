@@ -89,6 +89,7 @@ class World:
             "hook",
             "keep",
             "newleaf",
+            "act",
         )
         return {"torch": torch, "F": F, **{name: getattr(self, name) for name in own}}
 
@@ -151,6 +152,9 @@ class World:
     def keep(self, x: Any) -> None:
         x.retain_grad()
         self.kept.append(x)
+
+    def act(self, name: str, x: Any) -> None:
+        """Does nothing: see ``fuzz_one_rank``."""
 
     def newleaf(self, number: int, x: Any) -> Any:
         y = x.detach().requires_grad_()

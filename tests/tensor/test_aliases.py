@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import disttensor as dt
 from disttensor import Partial, Replicate, Shard
+from tests.support.layouts import grid
+from tests.support.oracle import line, place, randn
 from tests.support.pool import fake_world, on_ranks
 
 R, S0, P = Replicate(), Shard(0), Partial()
@@ -166,3 +168,32 @@ def test_an_embedding_keeps_its_values_when_the_weights_are_written_to() -> None
         given = run(w, dt.shard_tensor(ids, mesh, [R]), split, write)
         for mine, theirs in zip(given, expected, strict=True):
             torch.testing.assert_close(mine, theirs)
+
+
+@on_ranks(4)
+def test_data_of_another_layout_is_refused_for_a_result_in_a_graph():
+    """Autograd added up the gradient of the new piece to the shape of the old one."""
+    x = place(randn(4, 4), grid(), [S0, S0]).requires_grad_()
+    other = place(randn(4, 4, seed=1), grid(), [S0, R])
+    h = x.exp()
+    with pytest.raises(RuntimeError, match=r"expects a gradient in its layout"):
+        h.data = other
+    h.data = other.redistribute(placements=h.placements)
+    h.detach_()
+    h.data = other
+    assert h.spec is other.spec
+
+
+@on_ranks(2)
+def test_set_is_a_write():
+    for placements in ([S0], [R], [Partial()]):
+        x = place(randn(4, 4), line(), placements).requires_grad_()
+        with pytest.raises(RuntimeError, match=r"a leaf that requires grad"):
+            x.set_(x.detach() * 2)
+        h = x * 1.0
+        y = h.mul(h) if placements != [Partial()] else h.detach()
+        h.set_(h.detach() * 3)
+        if placements != [Partial()]:  # a product of pending values reads reduced ones
+            with pytest.raises(RuntimeError, match=r"modified by an inplace operation"):
+                y.sum().backward()
+        torch.testing.assert_close(h.detach().full_tensor(), randn(4, 4) * 3)

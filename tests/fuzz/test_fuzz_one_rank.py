@@ -1,0 +1,54 @@
+"""Programs in which one rank does more than the others, of this commit's seeds.
+``python -m tests.fuzz.fuzz_one_rank`` runs others."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fuzz import fuzz_changes, fuzz_one_rank
+from tests.support import pool
+from tests.support.part import commit
+
+ACTING = {2: 25, 4: 15}  # of a commit, in a world of this size
+CHANGED = {2: 150, 4: 60}
+
+
+def first(count: int) -> int:
+    """Returns the first seed of this commit."""
+    return int(commit()[-4:] or "0", 16) * count
+
+
+@pytest.mark.limit(200)
+@pytest.mark.parametrize("world", ACTING)
+def test_acts_of_one_rank_change_nothing(world: int) -> None:
+    seeds = range(first(ACTING[world]), first(ACTING[world]) + ACTING[world])
+    cases = [fuzz_one_rank.make(seed, world) for seed in seeds]
+    reports = pool.run_on_ranks(world, fuzz_one_rank.run, cases, timeout=150)[0]
+    assert not reports, "\n" + "\n".join(reports)
+
+
+@pytest.mark.limit(200)
+@pytest.mark.parametrize("world", CHANGED)
+def test_changes_of_a_source_are_those_of_one_process(world: int) -> None:
+    seeds = range(first(CHANGED[world]), first(CHANGED[world]) + CHANGED[world])
+    cases = [fuzz_changes.make(seed, world) for seed in seeds]
+    reports = pool.run_on_ranks(world, fuzz_changes.run, cases, timeout=150)[0]
+    assert not reports, "\n" + "\n".join(reports)
+
+
+def test_a_mark_of_one_rank_is_found() -> None:
+    """A read that marks the tensor on one rank, and a value that one rank reduces again."""
+    lines = (
+        "v1 = leaf(1, (4, 3), 'S0')", "v2 = v1.sum(0)", "v3 = v2.relu()", "act('write', v2)",
+        "v4 = v2.sigmoid()", "loss = (v3 * v4).sum()",
+    )  # fmt: skip
+    case = fuzz_one_rank.Case(fuzz_one_rank.Program(lines), 0, (2,))
+    with pytest.raises((AssertionError, pool.RanksFailed)):
+        assert not pool.run_on_ranks(2, written_by_one_rank, case, timeout=60)[0]
+    pool.stop(2)
+
+
+def written_by_one_rank(case):
+    """The reports where an act is no reading, but a write to the local of one rank."""
+    fuzz_one_rank.ACTS["write"] = lambda scene, x: x.local.detach().add_(1)
+    return fuzz_one_rank.run([case])
