@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from disttensor import callbacks, observe
-from disttensor.comm import p2p
+from disttensor.comm import p2p, wire
 from disttensor.comm.collective_call import run
 from disttensor.comm.groups import Group
 from disttensor.comm.process_group import is_fake, world
@@ -169,7 +169,5 @@ def digest(x: Tensor) -> str:
 
 
 def bytes_of(x: Tensor) -> Tensor:
-    """Returns the bytes of x on the CPU, in order of the elements."""
-    x = x.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    # a tensor of one element is contiguous with any strides
-    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
+    """Returns the bytes of x on the CPU, in order of the elements. They may share its memory."""
+    return wire.as_bytes(wire.dense(x).cpu())

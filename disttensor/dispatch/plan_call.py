@@ -164,10 +164,12 @@ def plan_off_mesh(
     return plan
 
 
-def variant_of(plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> CallPlan:
+def variant_of(
+    plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Any]
+) -> CallPlan:
     """Returns the plan of a call off the mesh for the present settings of torch and the strides of
-    the arguments."""
-    variant = _variant(collect((args, kwargs), []))
+    the ``tensors`` among the arguments."""
+    variant = _variant(tensors)
     found = plan.variants.get(variant)
     if found is None:
         layouts, writes = tuple([s.layout for s in plan.results]), plan.writes is not None

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from disttensor.autograd.activation_checkpoint import region
+from disttensor.comm.objects import bytes_of
 from disttensor.core.spec import DistSpec
 from disttensor.dispatch import strict
 from disttensor.dispatch.call_plan import CallPlan
@@ -50,19 +51,13 @@ class Reduced:
         if self.content is None and not (
             self.source.is_meta or isinstance(self.source, FakeTensor)
         ):
-            self.content = _bytes(self.source)
+            self.content = bytes_of(self.source).clone()
 
     def is_current(self, local: Tensor) -> bool:
         """Returns True if ``local`` is the source, and has not been written to."""
         if self.source is not local or self.version != version(local):
             return False
-        return self.content is None or torch.equal(self.content, _bytes(local))
-
-
-def _bytes(x: Tensor) -> Tensor:
-    """Returns a copy of the content of ``x``."""
-    x = x.detach().resolve_conj().resolve_neg()
-    return x.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+        return self.content is None or torch.equal(self.content, bytes_of(local))
 
 
 def _grad(x: DistTensor) -> bool:

@@ -251,13 +251,13 @@ def derive(plan: CallPlan, args: Sequence[Any], kwargs: Any, result: Any) -> Non
 def run_off_mesh(plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Runs a call on a rank off the mesh."""
     mesh = plan.mesh
-    plan = variant_of(plan, args, kwargs)
+    tensors: list[Any] = collect((args, kwargs), [])
+    plan = variant_of(plan, args, kwargs, tensors)
     if plan.draws is True or (plan.draws and not plan.draws(*args, **kwargs)):
         state.draw(mesh, "fast", state.generator_in(args, kwargs))
     if plan.broadcasts_shape:
         received = objects.recv_object(mesh.root.ranks, mesh.device)
         return off_mesh.wrap_received(received, mesh, args, kwargs)
-    tensors: list[Any] = collect((args, kwargs), [])
     off_mesh.refuse_regular(plan.func, mesh, tensors)
     if plan.writes is not None:
         target = args[0] if args else next(iter(kwargs.values()))

@@ -23,9 +23,8 @@ from disttensor.tensor.grad_slot import (
     remember_grad,
     shown_grad,
 )
-from disttensor.tensor.reshard import resharded
+from disttensor.tensor.reshard import local_of_global
 from disttensor.tensor.uses import invalidate, leaves_of
-from reshard import cross_mesh
 
 Tensor = torch.Tensor
 T = TypeVar("T", bound=MeshTensor)
@@ -202,14 +201,10 @@ def set_grad(x: MeshTensor, value: Any) -> None:
     if not x.is_initialized:
         return  # gradients are where the values are
     axes: Axes = ()
-    if isinstance(value, MeshTensor):
-        if x.local.is_leaf:  # other tensors cannot hold a pending gradient
-            whole = x.spec.varies
-            axes = tuple(a for a, op in value.spec.layout.partial if op == "sum" and a not in whole)
-        local = resharded(value, grad_spec(x, axes).with_dtype(value.spec.dtype)).local
-    else:
-        spec = grad_spec(x, ())
-        local = cross_mesh.run(value, spec.replicated(), spec)
+    if isinstance(value, MeshTensor) and x.local.is_leaf:  # others cannot hold a pending gradient
+        whole = x.spec.varies
+        axes = tuple(a for a, op in value.spec.layout.partial if op == "sum" and a not in whole)
+    local = local_of_global(value, grad_spec(x, axes).with_dtype(value.dtype))
     if not local.is_contiguous() and x.local.is_contiguous():  # a slice needs its own memory
         local = local.contiguous()
     drop_grads(x)

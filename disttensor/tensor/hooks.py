@@ -16,10 +16,9 @@ from disttensor.core.spec import DistSpec
 from disttensor.tensor.base import MeshTensor, make
 from disttensor.tensor.grad_slot import collector_of
 from disttensor.tensor.leaf_hooks import agree_on_hook, leaf_hooks
-from disttensor.tensor.reshard import resharded
+from disttensor.tensor.reshard import local_of_global
 from disttensor.tensor.uses import derivation_of, forget_derivation, leaves_of
 from disttensor.tensor.versions import version
-from reshard import cross_mesh
 
 Tensor = torch.Tensor
 _SHOWN = "_disttensor_shown"  # attribute of a local gradient: weak references to DistTensors of it
@@ -123,10 +122,7 @@ def on_local(cls: Any, of: DistSpec, g: Tensor) -> MeshTensor:
 def to_local(of: DistSpec, out: Tensor) -> Tensor:
     """Converts the gradient returned by a hook to a gradient of the local."""
     spec, scale = _grad_spec_of(of, out.dtype)
-    if isinstance(out, MeshTensor):
-        local = resharded(out, spec).local
-    else:
-        local = cross_mesh.run(out, spec.replicated(), spec)
+    local = local_of_global(out, spec)
     local = local if scale == 1.0 else local / scale
     if isinstance(out, MeshTensor) and out.spec is spec:  # the next hook gets the same object
         local.__dict__.setdefault(_SHOWN, {})[spec, scale] = weakref.ref(out)

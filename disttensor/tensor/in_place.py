@@ -16,7 +16,7 @@ from disttensor.tensor import views
 from disttensor.tensor.base import MeshTensor
 from disttensor.tensor.grad import get_grad, set_grad
 from disttensor.tensor.grad_slot import collector_of, remember_grad
-from disttensor.tensor.uses import forget_leaves, invalidate, leaves_of, made_from
+from disttensor.tensor.uses import invalidate, leaves_of, made_from
 from disttensor.tensor.versions import mark_shared
 from disttensor.torch_private import no_torch_function
 
@@ -129,7 +129,7 @@ class InPlace(MeshTensor):
             # torch's own ``data`` cannot replace a meta tensor by a tensor with memory
             local = value.local.data.requires_grad_(self.local.requires_grad)
             self.local = scale_average_grad(local, value.spec)
-            forget_leaves(self)
+            self._uses = None
         elif value.is_initialized:
             for _, t in leaves_of(self) if self.local.is_leaf else [((), self.local)]:
                 t.data = value.local.data

@@ -19,11 +19,7 @@ from typing import Any
 import torch
 
 from disttensor.autograd.accumulation import RETURNED, current_context
-from disttensor.autograd.joined_backward import (
-    run_after_failure,
-    run_last,
-    this_backward,
-)
+from disttensor.autograd.joined_backward import run_after_failure, run_last, this_backward
 from disttensor.comm.agree import agree
 from disttensor.core.layout import Axes
 from disttensor.errors import user_line
@@ -37,9 +33,8 @@ from disttensor.tensor.grad import (
     set_reduced,
 )
 from disttensor.tensor.grad_slot import grad_slot
-from disttensor.tensor.reshard import resharded
+from disttensor.tensor.reshard import local_of_global, resharded
 from disttensor.tensor.uses import leaves_of
-from reshard import cross_mesh
 
 Tensor = torch.Tensor
 Hook = Callable[[Any], Any]
@@ -56,8 +51,8 @@ class LeafHooks:
         self.tensor_hooks: OrderedDict[int, Hook] = OrderedDict()
         self.post_hooks: OrderedDict[int, Hook] = OrderedDict()
         self._backward = self._posted = -1
-        # of this backward: all leaves, each with its earlier gradient
-        self._arrived: list[tuple[Axes, Tensor, Tensor | None]] = []
+        # all leaves, each with its gradient from before this backward
+        self._earlier: list[tuple[Axes, Tensor, Tensor | None]] = []
         for _, leaf in leaves_of(x):
             self.watch(leaf)
 
@@ -70,30 +65,22 @@ class LeafHooks:
         if is_frozen:
             leaf.requires_grad_(False)
 
-    def _starts(self) -> bool:
-        """Returns True at the first gradient of a backward."""
+    def _arrives(self, _: Tensor) -> None:
+        """At the first gradient of a backward, takes the earlier gradients of all leaves away."""
+        if not self.tensor_hooks or current_context() is RETURNED:
+            return
         if self._backward == this_backward():
-            return False
+            return
         self._restore()  # of a backward that failed
         self._backward = this_backward()
         run_after_failure(self._restore)
-        return True
-
-    def _arrives(self, _: Tensor) -> None:
-        if not self.tensor_hooks or current_context() is RETURNED:
-            return
-        if self._starts() or not self._arrived:
-            run_last(self._finish)
-            self._set_aside()
-
-    def _set_aside(self) -> None:
-        """Takes the earlier gradients of all leaves away. Memory of a bucket will be written to."""
+        run_last(self._finish)
         slot = grad_slot(self.x)
         for axes, leaf in leaves_of(self.x):
             earlier = leaf.grad
             if earlier is not None and (slot.fixed_by or slot.memory is not None):
-                earlier = earlier.clone()
-            self._arrived.append((axes, leaf, earlier))
+                earlier = earlier.clone()  # the memory of a bucket will be written to
+            self._earlier.append((axes, leaf, earlier))
             leaf.grad = None
 
     def _accumulated(self, _: Tensor) -> None:
@@ -112,21 +99,20 @@ class LeafHooks:
 
     def _restore(self) -> None:
         """Gives the leaves their earlier gradients back."""
-        for _, leaf, earlier in self._arrived:
+        for _, leaf, earlier in self._earlier:
             leaf.grad = earlier
-        self._arrived, self._backward, self._posted = [], -1, -1
+        self._earlier, self._backward, self._posted = [], -1, -1
 
     def _finish(self) -> None:
-        pieces = [(axes, leaf.grad) for axes, leaf, _ in self._arrived]
-        here = [(axes, g) for axes, g in pieces if g is not None]
+        pieces = [(axes, leaf.grad) for axes, leaf, _ in self._earlier if leaf.grad is not None]
         self._restore()
-        if not here:
+        if not pieces:
             raise RuntimeError(
                 f"register_hook on {self.x.spec!r}: its gradient was reduced together with that of "
                 "earlier backwards, so a hook cannot get the gradient of one backward. Register "
                 "register_post_accumulate_grad_hook, and change p.grad there"
             )
-        total = self.run(here).local
+        total = self.run(pieces).local
         leaf = self.x.local
         if leaf.grad is None:
             leaf.grad = total
@@ -160,9 +146,9 @@ class LeafHooks:
                 f"{who} has changed the type of the gradient: {out.dtype} of {list(out.shape)} for "
                 f"{total.spec!r}. Return a gradient of the same shape and dtype"
             )
-        if isinstance(out, MeshTensor):
+        if isinstance(out, MeshTensor):  # the next hook gets the same object
             return resharded(out, total.spec)
-        return total.like(cross_mesh.run(out, total.spec.replicated(), total.spec), total.spec)
+        return total.like(local_of_global(out, total.spec), total.spec)
 
 
 def leaf_hooks(x: MeshTensor) -> LeafHooks:

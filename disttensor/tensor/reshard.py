@@ -100,6 +100,14 @@ def resharded(x: T, dst: DistSpec, fresh: bool = False) -> T:
     return out
 
 
+def local_of_global(value: Tensor, spec: DistSpec) -> Tensor:
+    """Returns the local in ``spec`` of a DistTensor, or of a regular tensor with the global value,
+    which all ranks have."""
+    if isinstance(value, MeshTensor):
+        return resharded(value, spec).local
+    return cross_mesh.run(value, spec.replicated(), spec)
+
+
 _targets: Cache[Any, DistSpec] = Cache(4096)
 
 

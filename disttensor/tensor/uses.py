@@ -244,7 +244,7 @@ def set_derivation(result: Any, local: Tensor, source: Any, *call: Any) -> None:
 
 
 def with_versions(tensors: Sequence[Any]) -> list[tuple[Tensor, int]]:
-    """Returns the tensors, the only ones that count, with their versions."""
+    """Returns those of the arguments that are tensors, with their versions."""
     return [(t, version(t)) for t in tensors if isinstance(t, Tensor)]
 
 
@@ -280,11 +280,6 @@ def made_from(result: Any, source: Any, other: Any) -> Uses | None:
     if uses is not None and derivation is not None and derivation.x is source:
         uses.derivation = derivation._replace(x=other)
     return uses
-
-
-def forget_leaves(x: Any) -> None:
-    """Drops the aliases of a leaf whose local was replaced."""
-    x._uses = None
 
 
 def set_aliases(x: Any, aliases: Sequence[tuple[Axes, Tensor]]) -> None:

@@ -1,5 +1,5 @@
-"""What a write to memory makes stale: copies in place of views, kept reductions, and views on a
-rank off the mesh.
+"""Tensors that a write to memory makes stale: copies in place of views, kept reductions, and views
+on a rank off the mesh.
 
 A view function that had to move data returns a copy. In one process a write to either tensor would
 be visible in the other. So a write to such a copy is refused or brought back to its source. After a
