@@ -4,15 +4,17 @@ Ranks begin the visits of micro-batches in different orders. If all micro-batche
 generators of the process, a micro-batch would draw other numbers on each rank. So each micro-batch
 has a state of its own, set while its program runs: the counter of DistTensors, and the generators
 of torch, Python and NumPy. The first states follow from the states before the run and the number of
-the micro-batch, so they are equal on ranks whose generators were equal.
+the micro-batch, so they are equal on ranks whose generators were equal. A run moves a generator of
+the process if one of its micro-batches drew from it: a run without random numbers changes none.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -22,12 +24,13 @@ from disttensor.random import counter
 
 
 class RandomState:
-    """``with state.set():`` continues the numbers of one micro-batch in the block, and afterwards
-    those of the code around it."""
+    """``with state.set():`` continues the numbers of one micro-batch in the block, and restores the
+    numbers of the code around it at the end."""
 
     def __init__(self, seeds: tuple[int, ...], number: int) -> None:
         self._first: Any = (*seeds, number)
         self._saved: Any = None
+        self.drew = [False] * 4  # from the counter, torch, Python, NumPy
 
     @contextmanager
     def set(self) -> Iterator[None]:
@@ -36,18 +39,39 @@ class RandomState:
             _seed(*self._first)
         else:
             _restore(self._saved)
+        before = _positions()
         try:
             yield
         finally:
+            after = _positions()
+            self.drew = [d or a != b for d, a, b in zip(self.drew, before, after, strict=True)]
             self._saved = _states()
             _restore(around)
 
 
-def draw_seeds() -> tuple[int, ...]:
-    """Draws the seeds of a run: from the counter, and from each generator."""
-    word = 1 << 31
-    numbers = int(torch.randint(word, ())), random.randrange(word), np.random.randint(word)
-    return *counter.count(), *map(int, numbers)
+def seeds_of_run() -> tuple[int, ...]:
+    """The seeds of a run, from the counter and from each generator, which stay as they are."""
+    around = _states()
+    seeds = *counter.count(), *(int(draw()) for draw in _DRAWS)
+    _restore(around)
+    return seeds
+
+
+def end_run(states: Iterable[RandomState]) -> None:
+    """Moves the counter and the generators from which a micro-batch drew, for the next run.
+
+    What moves the counter is equal on all ranks: they run the same calls on DistTensors.
+    """
+    drew = [any(of_one) for of_one in zip(*(state.drew for state in states), strict=True)]
+    for draw in compress((counter.count, *_DRAWS), drew):
+        draw()
+
+
+_DRAWS: tuple[Callable[[], Any], ...] = (
+    lambda: torch.randint(1 << 31, ()),
+    lambda: random.randrange(1 << 31),
+    lambda: np.random.randint(1 << 31),
+)
 
 
 def _seed(seed: int, call: int, of_torch: int, of_python: int, of_numpy: int, number: int) -> None:
@@ -58,6 +82,14 @@ def _seed(seed: int, call: int, of_torch: int, of_python: int, of_numpy: int, nu
     counter.set_state(derive(seed, call, number), 0)
     random.seed(derive(of_python, number))
     np.random.seed(derive(of_numpy, number))
+
+
+def _positions() -> tuple[Any, ...]:
+    of_numpy: Any = np.random.get_state()
+    of_torch = bytes(torch.default_generator.get_state().numpy())
+    if torch.cuda.is_initialized():
+        of_torch += bytes(torch.cuda.get_rng_state().numpy())
+    return counter.get_state(), of_torch, random.getstate(), (of_numpy[1].tobytes(), *of_numpy[2:])
 
 
 def _states() -> tuple[Any, ...]:

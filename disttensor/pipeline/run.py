@@ -22,7 +22,7 @@ from disttensor.observe import observers_of_thread
 from disttensor.pipeline.action import Action
 from disttensor.pipeline.early_receives import EarlyReceives
 from disttensor.pipeline.micro_batch import MicroBatch, Step
-from disttensor.pipeline.random_state import RandomState, draw_seeds
+from disttensor.pipeline.random_state import RandomState, end_run, seeds_of_run
 from disttensor.pipeline.schedule import SHAPES, Schedule, route
 from disttensor.pipeline.schedules import NAMES, Maker, named
 
@@ -78,7 +78,7 @@ def run(
         chunks = schedule.chunks
     elif builtin is None and not callable(schedule):
         named(schedule, 1, len(batches))
-    seeds = draw_seeds() if chunks > 1 else None
+    seeds = seeds_of_run() if chunks > 1 else None
     running = [
         MicroBatch(step, batch, i, channel, chunks, RandomState(seeds, i) if seeds else None)
         for i, (batch, channel) in enumerate(zip(batches, p2p.channels(len(batches)), strict=True))
@@ -97,6 +97,7 @@ def run(
             o.end_run()
         for micro_batch in running:
             micro_batch.close()
+    end_run(m.random_state for m in running if m.random_state)
     losses = [micro_batch.loss for micro_batch in running]
     first = next(loss for loss in losses if loss is not None)  # see callbacks.choose_actions
     return [(first if loss is None else loss).detach() for loss in losses]

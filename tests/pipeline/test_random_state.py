@@ -56,3 +56,44 @@ def test_each_micro_batch_draws_its_own_numbers_and_all_ranks_the_same(schedule)
     assert ranks[0] == ranks[1] and len(drawn) == 6
     assert len({tuple(numbers) for numbers in drawn.values()}) == 6
     assert len(set(masks.values())) == len(masks) > 0
+
+
+DRAWS = {
+    "count": lambda: dt.rand(1, mesh=dt.init_mesh((2,), ("pp",))).full_tensor().item(),
+    "torch": lambda: torch.rand(()).item(),
+    "Python": random.random,
+    "NumPy": np.random.rand,
+}
+
+
+@on_ranks(2)
+def test_a_run_moves_the_generators_from_which_it_drew():
+    order = [stage_meshes()[i] for i in SCHEDULES["zbv"]]
+
+    def run(draw):
+        def step(batch):
+            x = dt.shard_tensor(batch, order[0]) * weight
+            drawn.append(draw())
+            for mesh in order[1:]:
+                x = (dt.reshard(x, mesh) if x.spec.mesh is not mesh else x) * 2.0
+            return x.sum()
+
+        drawn: list[float] = []
+        batch = torch.ones(2, 2)
+        weight = dt.shard_tensor(batch, order[0], requires_grad=True)
+        pipeline.run(step, [batch, batch], "zbv", stages=order)
+        return drawn
+
+    def numbers_after(draw):
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            random.seed(3)
+            np.random.seed(3)
+            runs = [run(draw), run(draw)]
+            return runs, [draw() for draw in DRAWS.values()]
+
+    _, without = numbers_after(lambda: 0.0)
+    for i, draw in enumerate(DRAWS.values()):
+        (first, second), after = numbers_after(draw)
+        assert len({*first, *second}) == 4
+        assert [a != b for a, b in zip(after, without, strict=True)] == [i == k for k in range(4)]
