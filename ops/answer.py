@@ -82,7 +82,7 @@ class Bare(NamedTuple):
 TENSORS: Any = (Tensor, Arg, Bare)
 
 
-class _DrawDetector(TorchDispatchMode):
+class DrawDetector(TorchDispatchMode):
     """Detects whether a call draws random numbers. ``alone``: modes below it are disabled."""
 
     drew = False
@@ -97,9 +97,14 @@ class _DrawDetector(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.drew = self.drew or torch.Tag.nondeterministic_seeded in func.tags
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.draw()
         with self.around():
             return func(*args, **(kwargs or {}))
+
+    def draw(self) -> None:
+        """Is called before a call draws."""
+        self.drew = True
 
 
 _DYNAMIC = (
@@ -242,7 +247,7 @@ def _run(
     on_meta: bool = False,
 ) -> CallMetadata:  # fmt: skip
     """Runs ``func`` on fakes. ``needing``: the numbers of the tensors that require grad."""
-    seeded = _DrawDetector(alone=on_meta)
+    seeded = DrawDetector(alone=on_meta)
     leaves: list[Tensor] = []
     fakes: list[Tensor] = []
 
@@ -273,7 +278,7 @@ def _run(
     except DynamicOutputShape:
         raise Dynamic(name_of(func)) from None
     outs: list[TensorResult] = []
-    owners = {storage_id(t.untyped_storage()): i for i, t in reversed(list(enumerate(fakes)))}
+    owners = owners_of(fakes)
 
     def describe(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -299,6 +304,11 @@ def _run(
         return value
 
     return CallMetadata(describe(result), outs, seeded.drew)
+
+
+def owners_of(tensors: Sequence[Tensor]) -> dict[int, int]:
+    """Returns the number of the first tensor that has a memory, by the storage."""
+    return {storage_id(t.untyped_storage()): i for i, t in reversed(list(enumerate(tensors)))}
 
 
 def without_data(x: Bare, device: Any) -> Tensor:

@@ -10,7 +10,7 @@ when a call is planned, with no data and no gradients:
   ``meta`` accept other dtypes than the kernels of the device, and a kernel without an element
   accepts all dtypes.
 
-The answer of a rule's own function is that of the torch function which it replaces.
+A rule's own function has the answer of the torch function that it replaces.
 """
 
 from __future__ import annotations
@@ -24,13 +24,22 @@ import torch
 
 from disttensor.pytree import collect, substitute
 from disttensor.torch_private import (
-    TorchDispatchMode,
     autocast_is_on,
     no_dispatch,
     no_function_mode,
     storage_id,
 )
-from ops.answer import KNOWN, TENSORS, Bare, bare, is_torch, key_of_call, surroundings
+from ops.answer import (
+    KNOWN,
+    TENSORS,
+    Bare,
+    DrawDetector,
+    bare,
+    is_torch,
+    key_of_call,
+    owners_of,
+    surroundings,
+)
 from ops.empty_pieces import ANYWHERE
 from ops.factors import Arg, Factors
 
@@ -63,18 +72,11 @@ class _Draws(Exception):
     """Raised where a call would draw random numbers."""
 
 
-class _NoDraws(TorchDispatchMode):
+class _NoDraws(DrawDetector):
     """Raises _Draws instead of drawing from the generator of the process."""
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            raise _Draws
-        with no_dispatch():
-            return func(*args, **(kwargs or {}))
+    def draw(self) -> None:
+        raise _Draws
 
 
 def check_call(
@@ -143,7 +145,7 @@ def _asked(
         with no_dispatch():
             args, kwargs = substitute((args, kwargs), made, Bare)
         try:
-            with no_dispatch() if make is _empty else _NoDraws():
+            with no_dispatch() if make is _empty else _NoDraws(alone=True):
                 out = func(*args, **kwargs)
             found = _shared(out, given)
         except Exception as error:
@@ -160,7 +162,7 @@ def _asked(
 
 def _shared(out: Any, given: list[Tensor]) -> Shared:
     results = collect(out, [])
-    owners = {storage_id(t.untyped_storage()): i for i, t in reversed(list(enumerate(given)))}
+    owners = owners_of(given)
     return Shared(
         tuple([tuple(t.shape) for t in results]),
         tuple([t.dtype for t in results]),
@@ -191,8 +193,8 @@ def _is_private(func: Function) -> bool:
 
 
 def _is_elementwise(f: Factors) -> bool:
-    """Returns True if the letters are those of broadcasting, and no letter is treated in a way of
-    its own: the shapes are right if the rule has raised no error."""
+    """Returns True if the letters say that the tensors are broadcast, and no letter is treated in a
+    way of its own: the shapes are right if the rule has raised no error."""
     if f.local or f.reduced or f.unsplittable or f.shapes or f.per_item or not f.outputs:
         return False
     n = len(f.outputs[0])

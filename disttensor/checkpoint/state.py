@@ -265,7 +265,7 @@ def _in_place(now: Any, reads: dict[int, tuple[Tensor, Tensor | None]]) -> Targe
         reads[id(read)] = old, None if is_direct else read
         return read
 
-    kept: list[Tensor] = []  # an id is that of a living tensor
+    kept: list[Tensor] = []  # keeps the tensors alive whose ids are keys
     return choose
 
 

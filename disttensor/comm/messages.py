@@ -36,7 +36,7 @@ PATIENCE = 1.0  # seconds
 _NOTHING = -1  # the header before a message has arrived
 _HEADER = 8  # words; the bytes behind it are aligned as torch aligns memory
 _CLASSES = 256  # of sizes
-SIZES_AT = 22  # their bits in a tag: above those of a transfer, below the bit of all our tags
+SIZES_AT = 22  # their bits in a tag: above the bits of a transfer, below the bit of all our tags
 
 
 def size_class(nbytes: int) -> int:

@@ -60,8 +60,8 @@ def shard_loader(
 
 
 class ShardedLoader:
-    """The result of ``shard_loader``: an iterable with ``len`` and ``state_dict``. Its other
-    attributes are those of the DataLoader: ``dataset``, ``batch_size``, ``sampler``."""
+    """The result of ``shard_loader``: an iterable with ``len`` and ``state_dict``. Other
+    attributes (``dataset``, ``batch_size``, ``sampler``) are read from the DataLoader."""
 
     def __init__(self, loader: Any, mesh: Any, placements: Any, load_once: bool) -> None:
         by_index = isinstance(loader, DataLoader) and loader.batch_sampler is not None

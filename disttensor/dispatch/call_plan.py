@@ -71,8 +71,8 @@ class CallPlan:
     broadcasts_shape  shapes depend on data: a rank of the mesh sends them to ranks off the mesh.
     is_simple         no tensor is resharded, written or viewed, and there is one result.
     native            the C code may run this call.
-    variants          off the mesh: the plans of the same calls by what else an answer of torch
-                      depends on: settings of torch, and the strides of the tensors.
+    variants          off the mesh: the plans of the same calls by the settings of torch and the
+                      strides of the tensors, on which an answer of torch depends too.
     call              the description that ranks compare.
     """
 

@@ -2,7 +2,7 @@
 
 The ways, in the order in which they are tried: a handler (functions that compute nothing),
 ``out=``, the call with numbers read from tensors, one call for each mesh (lists), a rule, the
-Python body of the function, and last the fallback that gathers everything, which is always correct.
+Python body of the function, the fallback. The fallback gathers everything, which is always correct.
 """
 
 from __future__ import annotations

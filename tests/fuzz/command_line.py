@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
 from tests.support import pool
+
+T = TypeVar("T")
 
 
 def fuzz(about: str | None, what: str, main: Callable[[int, int, int], int]) -> NoReturn:
@@ -29,6 +31,46 @@ def tell(progress: str, number: int) -> None:
     """Which one runs, into the file ``progress``."""
     if progress and dist.get_rank() == 0:
         Path(progress).write_text(str(number))
+
+
+def shrunk(case: T, simpler: Callable[[T], Iterable[T]], fails: Callable[[T], Any]) -> T:
+    """Returns a case that fails too, and is simpler, as far as one change at a time goes."""
+    progress = True
+    while progress:
+        progress = False
+        for smaller in simpler(case):
+            if fails(smaller):
+                case, progress = smaller, True
+                break
+    return case
+
+
+def each_seed(
+    seeds: Iterable[int],
+    make: Callable[[int], T],
+    failure: Callable[[T], str],
+    simpler: Callable[[T], Iterable[T]],
+) -> int:
+    """Returns how many of these seeds fail; each is made smaller and printed. ``failure(case)``
+    returns the report of a case, or "" if it is right."""
+    failed = 0
+    for seed in seeds:
+        case = make(seed)
+        report = failure(case)
+        if report:
+            failed += 1
+            print(f"seed {seed}", failure(shrunk(case, simpler, failure)) or report, flush=True)
+    pool.stop()
+    return failed
+
+
+def report_of(world: int, run: Callable[..., list[str]], case: Any) -> str:
+    """Returns the report of ``run([case])`` on the ranks; "" if the case is right. An end of the
+    ranks is a report too."""
+    try:
+        return "".join(pool.run_on_ranks(world, run, [case], timeout=40.0)[0])
+    except pool.RanksFailed as error:
+        return f"{case}\n{error}"[:6000]
 
 
 def each_on_ranks(

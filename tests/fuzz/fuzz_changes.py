@@ -11,7 +11,7 @@ import ast
 import math
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,7 +21,7 @@ import torch
 import disttensor as dt
 from disttensor import DistTensor, ProcessMesh
 from tests.fuzz import fuzz_programs
-from tests.fuzz.command_line import fuzz, tell
+from tests.fuzz.command_line import each_seed, fuzz, report_of, tell
 from tests.fuzz.fuzz_programs import difference, everyone, mesh_for, refused, where, whole
 from tests.fuzz.fuzz_world import Program, World, execute, numbers, placements
 from tests.support import oracle, pool
@@ -275,10 +275,7 @@ def run(cases: Sequence[Case], progress: str = "") -> list[str]:
 def failure(case: Case) -> str:
     """Returns the report of a case, or "" if it is right."""
     world = math.prod(case.shape)
-    try:
-        report = "".join(pool.run_on_ranks(world, run, [case], timeout=40.0)[0])
-    except pool.RanksFailed as error:
-        report = f"{case}\n{error}"[:6000]
+    report = report_of(world, run, case)
     if "MismatchError" in report:
         pool.stop(world)
     return report
@@ -296,31 +293,14 @@ def is_defined(program: Program) -> bool:
     return True
 
 
-def shrunk(case: Case) -> Case:
-    """Returns a case that fails too, in fewer lines: as far as one change at a time goes."""
-    progress = True
-    while progress:
-        progress = False
-        for program in fuzz_programs.simpler(case.program):
-            smaller = replace(case, program=program)
-            if is_defined(program) and failure(smaller):
-                case, progress = smaller, True
-                break
-    return case
+def simpler(case: Case) -> Iterator[Case]:
+    for program in fuzz_programs.simpler(case.program):
+        if is_defined(program):
+            yield replace(case, program=program)
 
 
-def main(first: int, last: int, world: int, shrink: bool = True) -> int:
-    """Returns how many of these seeds fail; each is made smaller and printed."""
-    failed = 0
-    for seed in range(first, last):
-        case = make(seed, world)
-        report = failure(case)
-        if report:
-            failed += 1
-            report = failure(shrunk(case)) or report if shrink else report
-            print(report, flush=True)
-    pool.stop()
-    return failed
+def main(first: int, last: int, world: int) -> int:
+    return each_seed(range(first, last), lambda seed: make(seed, world), failure, simpler)
 
 
 if __name__ == "__main__":

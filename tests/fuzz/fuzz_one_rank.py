@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from disttensor import DistTensor
 from disttensor.random import counter
 from disttensor.runtime import current_runtime
 from tests.fuzz import fuzz_programs
-from tests.fuzz.command_line import fuzz, tell
+from tests.fuzz.command_line import each_seed, fuzz, report_of, tell
 from tests.fuzz.fuzz_replay import described
 from tests.fuzz.fuzz_world import Program, World, execute, steady
 from tests.fuzz.fuzz_writer import make as make_program
@@ -160,40 +160,20 @@ def run(cases: Sequence[Case], progress: str = "") -> list[str]:
 def failure(case: Case) -> str:
     """Returns the report of a case in new processes, or "" if it is right."""
     world = math.prod(case.shape)
-    try:
-        report = "".join(pool.run_on_ranks(world, run, [case], timeout=40.0)[0])
-    except pool.RanksFailed as error:
-        report = f"{case}\n{error}"[:6000]
+    report = report_of(world, run, case)
     if report:
         pool.stop(world)
     return report
 
 
-def shrunk(case: Case) -> Case:
-    """Returns a case that fails too, in fewer lines: as far as one change at a time goes."""
-    progress = True
-    while progress:
-        progress = False
-        for program in fuzz_programs.simpler(case.program):
-            smaller = replace(case, program=program)
-            if steady(program) and failure(smaller):
-                case, progress = smaller, True
-                break
-    return case
+def simpler(case: Case) -> Iterator[Case]:
+    for program in fuzz_programs.simpler(case.program):
+        if steady(program):
+            yield replace(case, program=program)
 
 
-def main(first: int, last: int, world: int, shrink: bool = True) -> int:
-    """Returns how many of these seeds fail; each is made smaller and printed."""
-    failed = 0
-    for seed in range(first, last):
-        case = make(seed, world)
-        report = failure(case)
-        if report:
-            failed += 1
-            report = failure(shrunk(case)) or report if shrink else report
-            print(f"seed {seed}", report, flush=True)
-    pool.stop()
-    return failed
+def main(first: int, last: int, world: int) -> int:
+    return each_seed(range(first, last), lambda seed: make(seed, world), failure, simpler)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ import disttensor as dt
 from disttensor import DistTensor, ProcessMesh
 from disttensor.dispatch import native
 from disttensor.random import counter
+from tests.fuzz.command_line import shrunk
 from tests.fuzz.fuzz_world import KINDS, TOLERANCE, Program, World, execute, steady
 from tests.fuzz.fuzz_writer import make
 from tests.support import oracle, pool
@@ -183,7 +184,7 @@ def run(
         found = problems(program, mesh)
         if found:
             if shrink:
-                program = shrunk(program, mesh)
+                program = shrunk(program, simpler, lambda p: steady(p) and bool(problems(p, mesh)))
                 found = problems(program, mesh)
             reports.append("\n".join([str(program), *found, ""]))
             if shrink and dist.get_rank() == 0:
@@ -191,25 +192,6 @@ def run(
             if len(reports) >= most:
                 break
     return reports
-
-
-def shrunk(program: Program, mesh: ProcessMesh) -> Program:
-    """The same failure in fewer lines with simpler placements, as far as one change at a time
-    goes."""
-
-    def fails(candidate: Program) -> bool:
-        if not steady(candidate):
-            return False
-        return bool(problems(candidate, mesh))
-
-    progress = True
-    while progress:
-        progress = False
-        for candidate in simpler(program):
-            if fails(candidate):
-                program, progress = candidate, True
-                break
-    return program
 
 
 def simpler(program: Program) -> Iterator[Program]:

@@ -13,7 +13,7 @@ to find it). By hand, the failures made smaller::
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ import disttensor as dt
 from disttensor import ProcessMesh
 from disttensor.autograd.cross_mesh import CrossMesh
 from tests.fuzz import fuzz_programs, fuzz_writer
-from tests.fuzz.command_line import each_on_ranks, fuzz, tell
+from tests.fuzz.command_line import each_on_ranks, fuzz, shrunk, tell
 from tests.fuzz.fuzz_world import Program, World, placements, stays_put
 from tests.fuzz.fuzz_writer import Writer, search
 from tests.support import oracle
@@ -427,26 +427,17 @@ def run(programs: Sequence[StageProgram], progress: str = "", shrink: bool = Fal
         found = problems(program)
         if found:
             if shrink:
-                program = shrunk(program)
+                program = shrunk(program, simpler, lambda p: steady(p) and bool(problems(p)))
                 found = problems(program)
             reports.append("\n".join([str(program), *found, ""]))
     return reports
 
 
-def shrunk(program: StageProgram) -> StageProgram:
-    """The same failure in fewer lines."""
-    progress = True
-    while progress:
-        progress = False
-        for i in reversed(range(len(program.lines) - 1)):
-            candidate = replace(program, lines=program.lines[:i] + program.lines[i + 1 :])
-            if steady(candidate) and problems(candidate):
-                program, progress = candidate, True
-    for end in ("backward",):
-        candidate = replace(program, end=end)
-        if steady(candidate) and problems(candidate):
-            program = candidate
-    return program
+def simpler(program: StageProgram) -> Iterator[StageProgram]:
+    for i in reversed(range(len(program.lines) - 1)):
+        yield replace(program, lines=program.lines[:i] + program.lines[i + 1 :])
+    if program.end != "backward":
+        yield replace(program, end="backward")
 
 
 def main(first: int, last: int, world: int) -> int:

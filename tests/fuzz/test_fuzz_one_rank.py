@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.fuzz import fuzz_changes, fuzz_one_rank
@@ -13,27 +15,25 @@ ACTING = {2: 25, 4: 15}  # of a commit, in a world of this size
 CHANGED = {2: 150, 4: 60}
 
 
-def first(count: int) -> int:
-    """Returns the first seed of this commit."""
-    return int(commit()[-4:] or "0", 16) * count
+def reports(fuzzer: Any, count: int, world: int) -> str:
+    """Returns the reports of ``count`` seeds of this commit."""
+    first = int(commit()[-4:] or "0", 16) * count
+    cases = [fuzzer.make(seed, world) for seed in range(first, first + count)]
+    return "\n".join(pool.run_on_ranks(world, fuzzer.run, cases, timeout=150)[0])
 
 
 @pytest.mark.limit(200)
 @pytest.mark.parametrize("world", ACTING)
 def test_acts_of_one_rank_change_nothing(world: int) -> None:
-    seeds = range(first(ACTING[world]), first(ACTING[world]) + ACTING[world])
-    cases = [fuzz_one_rank.make(seed, world) for seed in seeds]
-    reports = pool.run_on_ranks(world, fuzz_one_rank.run, cases, timeout=150)[0]
-    assert not reports, "\n" + "\n".join(reports)
+    found = reports(fuzz_one_rank, ACTING[world], world)
+    assert not found, "\n" + found
 
 
 @pytest.mark.limit(200)
 @pytest.mark.parametrize("world", CHANGED)
 def test_changes_of_a_source_are_those_of_one_process(world: int) -> None:
-    seeds = range(first(CHANGED[world]), first(CHANGED[world]) + CHANGED[world])
-    cases = [fuzz_changes.make(seed, world) for seed in seeds]
-    reports = pool.run_on_ranks(world, fuzz_changes.run, cases, timeout=150)[0]
-    assert not reports, "\n" + "\n".join(reports)
+    found = reports(fuzz_changes, CHANGED[world], world)
+    assert not found, "\n" + found
 
 
 def test_a_mark_of_one_rank_is_found() -> None:
