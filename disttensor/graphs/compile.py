@@ -27,6 +27,7 @@ from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.grad_slot import bucket_of
 from disttensor.torch_private import compiling, count_dispatch_modes, current_backward
 from disttensor.trace.code_guard import CodeGuard
+from disttensor.trace.code_watch import CodeWatch
 from disttensor.trace.guarded_forward import ASSIGNS, ForwardCall, GuardedForward
 from disttensor.trace.instance_forward import InstanceForward
 from disttensor.trace.record import Program
@@ -132,8 +133,8 @@ class CompiledForward(Replay):
             if isinstance(held, CompiledForward) and held is not self:
                 yield name, held
 
-    def new_guard(self) -> CodeGuard:
-        guard = super().new_guard()
+    def new_guard(self, watch: CodeWatch | None = None) -> CodeGuard:
+        guard = super().new_guard(watch)
         buckets = {bucket_of(t) for t in guard.tensors if isinstance(t, DistTensor)} - {None}
         if len(buckets) > 1 and not guard.why and self.is_module and any(_parts(self.module)):
             # All gradients of one program arrive at once.
@@ -165,6 +166,9 @@ class CompiledForward(Replay):
             return result, "it writes to a tensor of autograd's graph"
         run = compiled(program, self.backend, self.options, self._breaks)
         return result, program._replace(run=run)
+
+    def may_audit(self) -> bool:
+        return current_run() is None  # a recomputation takes the way of the forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         here = current_run()  # of a checkpointed region

@@ -1,22 +1,24 @@
-"""CodeGuard: everything that a function or a module reads, except its arguments, as far as it
-can be found, and whether it has changed.
+"""CodeGuard: everything that a forward reads, except its arguments, and whether it has changed.
 
-Modules: parameters, buffers, attributes and hooks of the whole tree (``ModuleGuard``, which
-is notified of changes), and everything that their methods read. Functions and methods: code,
-closures, defaults, globals, attributes of modules and classes by their names. Objects that one of
-these reads: their attributes and the attributes of their classes. Objects in objects: their
-identity only. Code of torch and of Python's own library is left out.
+The code that ran (``CodeWatch``) gives the names of all globals and attributes that a forward can
+read. Whatever can be reached from the forward is compared by these names: the attributes of
+modules, of classes with their bases and metaclasses, of objects, slots and functions; globals;
+closures and defaults; and the elements of containers. The modules have ``ModuleGuard``, which is
+notified of changes. A value of a class that is not known here is a reason not to record.
 """
 
 from __future__ import annotations
 
+import array
 import functools
+import importlib.util
 import inspect
-import os
 import random
+import re
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from operator import is_
 from typing import Any
 
@@ -27,36 +29,243 @@ from torch import nn
 from disttensor.autograd import token
 from disttensor.pytree import CONSTANTS
 from disttensor.tensor.dist_tensor import DistTensor, wait_for
+from disttensor.trace.code_watch import UNSEEN, CodeWatch, Names, is_known, names_in
+from disttensor.trace.instance_forward import InstanceForward
 from disttensor.trace.module_guard import ModuleGuard, has_hooks
-from disttensor.trace.name_guard import CONTAINERS, NameGuard, names_in
+from disttensor.trace.name_guard import CONTAINERS, NameGuard
 
 Tensor = torch.Tensor
-Names = frozenset[str]
+Code = Mapping[types.CodeType, dict[str, Any]]
 
-_DEEP = 8  # depth to which values and functions in each other are followed
-_OURS = frozenset({"torch", "disttensor", "ops", "reshard", "numpy"})
-_STDLIB = os.path.dirname(os.__file__)
-_HOOKS = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
-# Methods of a module or another object that code may call without naming them.
-_CALLED = frozenset({"forward", "__call__", "__getattr__", "__getitem__", "__iter__", "__len__"})
+_FIELD: Any = type(Names.globals)
+_MOST = 20_000  # values that are followed
+_TABLES = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
+# Methods that code may call without naming them.
+_CALLED = frozenset({
+    "forward", "__call__", "__getattr__", "__getattribute__", "__getitem__", "__iter__", "__len__",
+    "__get__", "__enter__", "__exit__", "__bool__", "__contains__", "__missing__", "__eq__",
+    "__hash__", "__torch_function__",
+})  # fmt: skip
+# The parts of values that hold others. What has no parts cannot change, or is asked in each call.
+_PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {
+    types.MethodType: lambda v: (v.__func__, v.__self__),
+    types.BuiltinFunctionType: lambda v: (v.__self__,),
+    functools.partial: lambda v: (v.func, v.args, v.keywords, vars(v)),
+    functools.partialmethod: lambda v: (v.func, v.args, v.keywords),
+    staticmethod: lambda v: (v.__func__,),
+    classmethod: lambda v: (v.__func__,),
+    property: lambda v: (v.fget,),
+    type(functools.lru_cache(is_known)): lambda v: (v.__wrapped__,),
+    functools.cached_property: lambda v: (v.func,),
+} | dict.fromkeys((
+    bytes, range, slice, types.CodeType, re.Pattern, np.dtype, np.ufunc, object, np.bool_,
+    types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType,
+    types.MemberDescriptorType, types.ClassMethodDescriptorType, types.MethodWrapperType,
+    types.GenericAlias, types.UnionType, type(NotImplemented), torch.Generator, _FIELD,
+), lambda v: ())  # fmt: skip
+_CONSTANT_MODULES = ("logging", "typing", "abc", "disttensor", "ops", "reshard")
 
 
 class CodeGuard:
     """``tensors``: all tensors that a forward may read except its arguments, each once. ``why``:
-    the reason for not recording it, or ""."""
+    the reason for not recording it, or "". ``watch``: has seen it run; None: it has not run yet."""
 
-    def __init__(self, target: Any) -> None:
+    def __init__(self, target: Any, watch: CodeWatch | None = None, code: Code | None = None):
+        self.target = target
+        self.code: dict[types.CodeType, dict[str, Any]] = {**(code or {}), **_first_code(target)}
+        self.code |= watch.code if watch is not None else {}
+        self.dynamic = watch is not None and watch.dynamic
+        self.names: set[str] = set(_CALLED)
+        names = [names_in(code) for code in self.code]
+        self.names |= set().union(*(n.attributes for n in names))
+        self._tried = set[str]().union(*(n.tried for n in names))
+        while True:  # strings among the values may be names, too
+            known = len(self.names)
+            self._walk(names)
+            if len(self.names) == known or self.why:
+                break
+        if watch is not None and not self.why:
+            self._check_found(watch.code)
+        self._finish()
+
+    def including(self, watch: CodeWatch) -> CodeGuard:
+        """Returns a guard that also knows the code that ran: this one, if it does."""
+        if watch.code.keys() <= self.code.keys() and (self.dynamic or not watch.dynamic):
+            return self
+        return CodeGuard(self.target, watch, self.code)
+
+    # Finding values that are read -----------------------------------------------------------------
+
+    def _walk(self, names: Iterable[Names]) -> None:
         self.trees: list[ModuleGuard] = []
         self.tensors: list[Any] = []
         self.why = ""
-        self._reads = NameGuard()
-        self._seen: set[int] = set()
-        self._kept: list[Any] = []
+        self._values = NameGuard()
+        self._seen: dict[int, Any] = {}
         self._roots: list[nn.Module] = []
-        if isinstance(target, nn.Module):
-            self._module(target, root=True)
+        self._classes: set[type] = set()
+        self._functions: set[types.CodeType] = set()
+        self._queue = deque([self.target])
+        self._drain()
+        for (code, table), read in zip(self.code.items(), names, strict=True):
+            owner, wanted = table.get("__name__", code.co_filename), read.globals
+            wanted |= self.names & table.keys() if self.dynamic else frozenset()
+            self._add(self._values.table(owner, table, sorted(wanted)))
+            for level, name in sorted(read.imports):
+                self._add(_imported(level, name, table))
+            self._drain()
+
+    def _add(self, values: Iterable[Any]) -> None:
+        self._queue.extend(values)
+
+    def _drain(self) -> None:
+        while self._queue and not self.why:
+            self._visit(self._queue.popleft())
+
+    def _visit(self, value: Any) -> None:
+        kind = type(value)
+        if kind is str:
+            if value.isidentifier():
+                self.names.add(value)
+        elif kind in CONSTANTS or id(value) in self._seen:
+            return
         else:
-            self._value(target, 0, _CALLED)
+            self._seen[id(value)] = value
+            if len(self._seen) > _MOST:
+                self.why = f"it can reach more than {_MOST} values"
+            elif isinstance(value, Tensor):
+                self.tensors.append(value)
+            elif isinstance(value, nn.Module):
+                self._module(value)
+            elif isinstance(value, types.ModuleType):
+                self._python_module(value)
+            elif isinstance(value, type):
+                self._class(value)
+            elif kind is types.FunctionType:
+                self._function(value)
+            elif kind in _PARTS:
+                self._add(_PARTS[kind](value))
+            else:
+                self._object(value, kind)
+
+    def _module(self, module: nn.Module) -> None:
+        tree = ModuleGuard(module)
+        self.trees.append(tree)
+        if module is not self.target:
+            self._roots.append(module)
+        for m in tree.modules:
+            self._seen[id(m)] = m
+            self._class(type(m))
+            known, read = is_known(type(m).__module__), []
+            for name in [*m.__dict__]:
+                hooks = name.endswith("_hooks") or "_hooks_" in name
+                if not hooks and name not in _TABLES and (known or self._reads(name)):
+                    read.append(name)
+            owner = type(m).__qualname__
+            self._add(self._values.table(owner, m.__dict__, [] if known else read))
+            self._add(m.__dict__[name] for name in read if known)
+        for t in tree.tensors:
+            if id(t) not in self._seen:
+                self._seen[id(t)] = t
+                self.tensors.append(t)
+        if tree.hooked or (module is not self.target and has_hooks(module)):
+            self.why = "there are hooks on modules in it"
+
+    def _python_module(self, module: types.ModuleType) -> None:
+        """Follows what is read of a module; of torch and of Python's library, functions may be
+        replaced, and the rest is known."""
+        name, table = module.__name__, vars(module)
+        read = sorted(n for n in self.names if n in table)
+        if not is_known(name):
+            read += sorted(n for n in self._tried if n not in table)
+        found = self._values.table(name, table, read)
+        if is_known(name):
+            found = [v for v in found if isinstance(v, (types.ModuleType, types.FunctionType))]
+        self._add(found)
+
+    def _reads(self, name: str) -> bool:
+        return self.dynamic or name in self.names
+
+    def _attributes(self, owner: str, table: Mapping[str, Any], whole: bool = False) -> None:
+        """Follows what is read of a table of attributes, or all."""
+        read = sorted(n for n in table if whole or self._reads(n))
+        if self._tried:
+            self._values.size(owner, table)
+        self._add(self._values.table(owner, table, read))
+
+    def _class(self, kind: type) -> None:
+        """Follows the attributes of a class, of its bases and of its metaclass that are read."""
+        if kind in self._classes:
+            return
+        self._classes.add(kind)
+        if not is_known(type(kind).__module__):
+            self._class(type(kind))
+        bases = kind.__mro__[:-1]
+        users = [b for b in bases if not is_known(b.__module__)]
+        names = sorted({n for b in users for n in vars(b) if self._reads(n) and n not in _UNREAD})
+        for b in users:
+            if self._tried:
+                self._values.size(b.__qualname__, vars(b))
+            self._add(self._values.table(b.__qualname__, vars(b), names))
+        for b in bases:
+            if b not in users and b not in self._classes:
+                self._classes.add(b)
+                self._values.table(b.__qualname__, vars(b), sorted(_CALLED & vars(b).keys()))
+
+    def _function(self, f: types.FunctionType) -> None:
+        known = is_known(f.__globals__.get("__name__", ""), f.__code__.co_filename)
+        ran = f.__code__ in self.code
+        self._functions.add(f.__code__)
+        if ran or (known and f.__closure__):
+            self._add(self._values.function(f, closure=True))
+        if vars(f) or ran:
+            self._attributes(f.__qualname__, vars(f), whole=known)
+
+    def _object(self, value: Any, kind: type) -> None:
+        """Follows an object: its class, its attributes, its slots and its elements."""
+        roots = {b.__module__.partition(".")[0] for b in kind.__mro__[:-1]}
+        if isinstance(value, InstanceForward):
+            self._add([value.module])
+            return
+        if not roots.isdisjoint(_CONSTANT_MODULES) or isinstance(value, (np.generic, Exception)):
+            return
+        if isinstance(value, _generators()):
+            if value is not getattr(random, "_inst", None):
+                self.why = "it reads a generator of random numbers that is not torch's"
+            return
+        if isinstance(value, (np.ndarray, array.array, bytearray)):
+            self._values.content(value)
+            return
+        holds = isinstance(value, (*CONTAINERS, types.MappingProxyType))
+        table = getattr(value, "__dict__", None)
+        slotted = any("__slots__" in vars(b) for b in kind.__mro__)
+        seen = holds or isinstance(table, dict) or slotted
+        if not seen or not roots.isdisjoint(UNSEEN) or inspect.isgenerator(value):
+            self.why = f"it reads a {kind.__qualname__}, whose changes cannot be seen"
+            return
+        if kind not in CONTAINERS:
+            self._class(kind)
+        if holds:
+            self._add(self._values.elements(value))
+        if isinstance(table, dict):
+            # Code of Python's library and of torch reads attributes that no user's code names.
+            whole = any(is_known(b.__module__) for b in kind.__mro__[:-1] if b not in CONTAINERS)
+            self._attributes(kind.__qualname__, table, whole)
+        for base in kind.__mro__ if slotted else ():
+            for name, descriptor in vars(base).items():
+                if type(descriptor) is types.MemberDescriptorType:
+                    self._add([self._values.slot(value, name, descriptor)])
+
+    def _check_found(self, ran: Code) -> None:
+        """Sets ``why`` if code ran whose closure was not found."""
+        found = self._functions.union(*map(_inner, ran))
+        for code in ran:
+            if code.co_freevars and code not in found:
+                self.why = f"it runs {code.co_qualname}, which no name that it reads leads to"
+
+    # Finding changes ------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
         self.ids = {id(t) for t in self.tensors}
         self._dist = [wait_for(t) for t in self.tensors if isinstance(t, DistTensor)]
         self._plain = [t for t in self.tensors if not isinstance(t, DistTensor)]
@@ -64,7 +273,7 @@ class CodeGuard:
             (table, list(table.values()))
             for tree in self.trees
             for m in tree.modules
-            for table in (m._parameters, m._buffers)
+            for table in (m._parameters, m._buffers, m._modules)
             if table
         ]
         self._replaced = token.replacements[0]
@@ -72,130 +281,20 @@ class CodeGuard:
         self._looked = -1
         self._state = 0
 
-    # Finding values that are read -----------------------------------------------------------------
-
-    def _tensor(self, t: Any) -> None:
-        if id(t) not in self._seen:
-            self._seen.add(id(t))
-            self.tensors.append(t)
-
-    def _module(self, module: nn.Module, root: bool = False) -> None:
-        if id(module) in self._seen:
-            return
-        tree = ModuleGuard(module)
-        self.trees.append(tree)
-        if not root:
-            self._roots.append(module)
-        self._seen.update(map(id, tree.modules))
-        for m in tree.modules:
-            names = self._code_of(type(m), _CALLED, 0)
-            for name, value in list(m.__dict__.items()):
-                if name in _HOOKS or name.endswith("_hooks") or "_hooks_" in name:
-                    continue
-                if name != "forward" or isinstance(value, types.FunctionType):
-                    self._value(value, 0, names)
-        for t in tree.tensors:
-            self._tensor(t)
-        if tree.hooked or (not root and has_hooks(module)):
-            self.why = "there are hooks on modules in it"
-
-    def _code_of(self, kind: type, names: Names, depth: int) -> Names:
-        """Follows the methods and attributes of a class with these ``names``, and everything that
-        they call. Returns all names."""
-        kinds = [k for k in kind.__mro__ if not _ours(k.__module__)]
-        todo, known = set(names), set(names)
-        while kinds and todo:
-            name = todo.pop()
-            for found in [vars(k).get(name) for k in kinds if name in vars(k)]:
-                inner = getattr(found, "fget", getattr(found, "__func__", found))
-                inner = inspect.unwrap(inner) if callable(inner) else inner
-                if isinstance(inner, types.FunctionType):
-                    new = names_in(inner.__code__) - known
-                    todo |= new
-                    known |= new
-        reached = frozenset(known)
-        used = {n for k in kinds for n in reached if n in vars(k)}
-        for k in kinds:
-            for name in used:
-                if self._reads.name(k, vars(k), name) and name in vars(k):
-                    found = vars(k)[name]
-                    self._value(getattr(found, "fget", found), depth + 1, reached)
-        return reached
-
-    def _value(self, value: Any, depth: int, names: Names) -> None:
-        """Follows a value that code with these ``names`` may read."""
-        if isinstance(value, Tensor):
-            self._tensor(value)
-        elif isinstance(value, nn.Module):
-            self._module(value)
-        elif type(value) in CONSTANTS or depth > _DEEP:
-            return
-        elif isinstance(value, (types.ModuleType, type)):
-            self._attributes(value, depth, names)
-        elif id(value) not in self._seen:
-            self._seen.add(id(value))
-            self._kept.append(value)
-            for part, inside in self._parts(value, depth, names):
-                self._value(part, depth + 1, inside)
-
-    def _attributes(self, owner: Any, depth: int, names: Names) -> None:
-        """Follows the attributes of modules and classes with these names."""
-        if isinstance(owner, type):
-            if not _ours(owner.__module__):
-                self._code_of(owner, names, depth)
-        elif not _ours(owner.__name__):
-            for name in names:
-                if name in vars(owner) and self._reads.name(owner, vars(owner), name):
-                    self._value(vars(owner)[name], depth + 1, names)
-
-    def _parts(self, value: Any, depth: int, names: Names) -> Iterator[tuple[Any, Names]]:
-        """Yields the parts of a value, and the names that are read of each part."""
-        parts: Iterable[Any] = ()
-        if isinstance(value, CONTAINERS):
-            parts = self._reads.elements(value)
-        elif isinstance(value, np.ndarray):
-            self._reads.array(value)
-        elif isinstance(value, _generators()) and value is not getattr(random, "_inst", None):
-            self.why = "it reads a generator of random numbers that is not torch's"
-        elif isinstance(value, functools.partial):
-            parts = value.func, *value.args, *value.keywords.values()
-        elif isinstance(value, types.MethodType):
-            parts = value.__func__, value.__self__
-        elif isinstance(value, (staticmethod, classmethod)):
-            parts = (value.__func__,)
-        elif isinstance(value, types.FunctionType):
-            if not _ours(value.__module__ or ""):
-                names = frozenset(names_in(value.__code__))
-                parts = [*self._reads.function(value), *self._globals(value, names)]
-        elif hasattr(value, "__wrapped__"):
-            parts = (value.__wrapped__,)
-        elif hasattr(value, "__dict__") and not _ours(type(value).__module__):
-            names = self._code_of(type(value), names | _CALLED, depth)
-            parts = [
-                part
-                for part in self._reads.elements(value.__dict__)
-                if not _is_object(part)  # only its identity counts
-            ]
-        for part in parts:
-            yield part, names
-
-    def _globals(self, f: types.FunctionType, names: Names) -> Iterator[Any]:
-        for name in names:
-            if name in f.__globals__ and self._reads.name(f.__globals__, f.__globals__, name):
-                yield f.__globals__[name]
-
-    # Finding changes ------------------------------------------------------------------------------
-
-    def unchanged(self) -> bool:
-        """Returns True if nothing changed, except training flags and ``state``."""
+    def change(self) -> str:
+        """Returns what has changed, except training flags and ``state``, or ""."""
         for tree in self.trees:
             if not tree.unchanged():
-                return False
-        return (
-            self._reads.unchanged()
-            and self._same_tensors()
-            and not any(map(has_hooks, self._roots))
-        )
+                return f"{type(tree.modules[0]).__qualname__} or a module in it"
+        if not self._same_tensors():
+            return "a parameter, a buffer or a child of a module"
+        if any(map(has_hooks, self._roots)):
+            return "hooks of a module"
+        return self._values.change()
+
+    def owns(self, value: Any) -> bool:
+        """Returns True for a list, dict, set or another container that the forward may read."""
+        return id(value) in self._values.mutable
 
     def _same_tensors(self) -> bool:
         """Returns True if modules have the same tensors. Sharded state is shown without notice to
@@ -233,23 +332,39 @@ class CodeGuard:
         return [(tree.changes, tree.attributes()) for tree in self.trees]
 
 
+_UNREAD = frozenset({"__doc__", "__module__", "__dict__", "__weakref__", "__slots__"})
+
+
+def _first_code(target: Any) -> Code:
+    """Returns the code of a function, or of the forwards of a module, before it has run."""
+    modules = target.modules() if isinstance(target, nn.Module) else ()
+    found: dict[types.CodeType, dict[str, Any]] = {}
+    for f in [type(m).forward for m in modules] or [target]:
+        f = f.func if isinstance(f, functools.partial) else f
+        if not callable(f):
+            continue
+        f = inspect.unwrap(getattr(f, "__func__", f))
+        f = f if isinstance(f, types.FunctionType) else getattr(type(f), "__call__", None)
+        if not isinstance(f, types.FunctionType):
+            continue
+        if not is_known(f.__globals__.get("__name__", ""), f.__code__.co_filename):
+            found[f.__code__] = f.__globals__
+    return found
+
+
+def _imported(level: int, name: str, table: Mapping[str, Any]) -> list[Any]:
+    """Returns the modules that an import in a function finds."""
+    package = table.get("__package__") or ""
+    full = importlib.util.resolve_name("." * level + name, package) if level else name
+    return [sys.modules[n] for n in (full, full.partition(".")[0]) if n in sys.modules]
+
+
+def _inner(code: types.CodeType) -> set[types.CodeType]:
+    inner = {c for c in code.co_consts if isinstance(c, types.CodeType)}
+    return inner.union(*map(_inner, inner))
+
+
 def _generators() -> tuple[type, ...]:
     """Returns the classes of random generators. numpy loads its own on first use."""
     own = sys.modules.get("numpy.random")
     return (random.Random, own.Generator, own.RandomState) if own else (random.Random,)
-
-
-def _ours(module: str) -> bool:
-    """Returns True for code of torch, numpy, Python's own library and this package. A user's module
-    may have the name of one of these (``trace``, ``token``)."""
-    root = module.partition(".")[0]
-    if root not in sys.stdlib_module_names:
-        return root in _OURS
-    file = getattr(sys.modules.get(root), "__file__", None) or _STDLIB
-    return file.startswith(_STDLIB) and "site-packages" not in file
-
-
-def _is_object(value: Any) -> bool:
-    """Returns True for an object of a user's class that is no function."""
-    known = (Tensor, nn.Module, np.ndarray, type, types.ModuleType, *CONTAINERS, *_generators())
-    return not isinstance(value, known) and not callable(value)

@@ -5,6 +5,10 @@ identity of tensors, constants among the arguments, training flags, the settings
 this package. Everything else that the forward reads is guarded (``CodeGuard``): if it changes, all
 programs are dropped. Specs and settings are the same on all ranks, so all ranks decide alike.
 
+Guards may have gaps. So in the 4th, 8th, 16th, ... run of a program the forward itself runs, is
+recorded again and compared with the program (the *audit*); a difference is an error. If the first
+run has shown code that the guard did not know, this is done in the 1st run, too.
+
 ``skip.Skip`` runs programs off the mesh, which compute nothing. ``replay.Replay`` runs the recorded
 local calls.
 """
@@ -13,7 +17,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -26,22 +31,38 @@ from disttensor.settings import snapshot
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.torch_private import current_backward
 from disttensor.trace.code_guard import CodeGuard
+from disttensor.trace.code_watch import CodeWatch
 from disttensor.trace.instance_forward import InstanceForward
 
 Tensor = torch.Tensor
 ASSIGNS = "it assigns to attributes"
+_OWN = "an argument is one of its own tensors"
+_DIFFERS = (
+    "replay of {}: the forward does not make the calls that were recorded any more: {}. It depends "
+    "on something that has changed and that is not compared in each call (docs/replay.md, 'What is "
+    "assumed'): make this an argument or an attribute, or run the forward without replay"
+)
 _MOST = 64  # most kinds of calls that are kept
 _TRIALS = 16  # first runs allowed in addition to one for each run of a program
 _logger = logging.getLogger("disttensor.replay")
 
 
 class ForwardCall(NamedTuple):
-    """A call: its guard, the tensors among its arguments (each once), and its arguments."""
+    """A call: its guard, the tensors among its arguments (each once), and ``forward()``, which runs
+    it call by call."""
 
     guard: CodeGuard
     inputs: Sequence[Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    forward: Callable[[], Any]
+
+
+class _Entry:
+    """A program, the number of its runs, and the number of the run in which it is compared."""
+
+    __slots__ = ("audit", "program", "runs")
+
+    def __init__(self, program: Any, audit: int) -> None:
+        self.program, self.runs, self.audit = program, 0, audit
 
 
 class GuardedForward(InstanceForward):
@@ -63,12 +84,13 @@ class GuardedForward(InstanceForward):
         self.module: Any = state["module"]
         self.is_module = isinstance(self.module, nn.Module)
         self.eager = self.class_forward if self.is_module else self.module
-        # key -> the program, or the reason for having none
+        # key -> the _Entry of the program, or the reason for having none
         self._programs: Cache[Any, Any] = Cache(_MOST)
         self._compared: set[Any] = set()  # keys whose programs have been compared
         self._guard: CodeGuard | None = None
         self._assigned = self._trials = self.replays = 0
         self._why: dict[str, None] = {}
+        self._changes: dict[str, None] = {}
         self._never = False
 
     @property
@@ -79,11 +101,23 @@ class GuardedForward(InstanceForward):
         """Returns the reasons why calls ran the forward, as text."""
         return list(self._why)
 
+    def changes(self) -> list[str]:
+        """Returns what has changed between calls, so that the forward was recorded anew."""
+        return list(self._changes)
+
+    def recorded(self) -> list[Any]:
+        """Returns the programs."""
+        return [e.program for e in self._programs.values() if type(e) is _Entry]
+
     # For subclasses ------------------------------------------------------------------------------
 
-    def new_guard(self) -> CodeGuard:
-        """Returns the guard of everything that the forward reads. ``why`` of it: see CodeGuard."""
-        return CodeGuard(self.module)
+    def new_guard(self, watch: CodeWatch | None = None) -> CodeGuard:
+        """Returns the guard of everything that the forward reads, which ``watch`` has seen run; the
+        present one, if that knows all code. ``why`` of it: see CodeGuard."""
+        known = self._guard
+        if watch is not None and known is not None:
+            return known.including(watch)
+        return CodeGuard(self.module, code=known.code if known is not None else {})
 
     def must_run(self) -> bool:
         """Returns True if the state of this thread requires the forward itself."""
@@ -118,14 +152,21 @@ class GuardedForward(InstanceForward):
         RuntimeError if the forward has another result."""
         return self.run(program, call.inputs)
 
+    def audit(self, program: Any, call: ForwardCall) -> tuple[Any, str]:
+        """Runs the forward. Returns its result, and how it differs from the program, or ""."""
+        raise NotImplementedError
+
+    def may_audit(self) -> bool:
+        return True
+
     # Calls ----------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._never or self.must_run():
             return self.eager(*args, **kwargs)
         guard = self._guard
-        if guard is None or not guard.unchanged():
-            guard = self._renew_guard()
+        if guard is None or (change := guard.change()):
+            guard = self._renew_guard("" if guard is None else f"{change} has changed")
         if guard is None or guard.why:
             return self.eager(*args, **kwargs)
         try:
@@ -133,46 +174,83 @@ class GuardedForward(InstanceForward):
         except Uncacheable as why:
             self._report(str(why))
             return self.eager(*args, **kwargs)
-        program = self._programs.get(key)
-        if type(program) is str:
+        entry = self._programs.get(key)
+        if type(entry) is str:
             return self.eager(*args, **kwargs)
-        if program is None:
-            return self.first_call(key, ForwardCall(guard, inputs, args, kwargs))
+        if entry is None:
+            return self.first_call(key, inputs, args, kwargs)
         self.replays += 1
         if compare_collectives.enabled and key not in self._compared:
             self._compared.add(key)
-            return self.compare(program, ForwardCall(guard, inputs, args, kwargs))
-        return self.run(program, inputs)
+            return self.compare(entry.program, self._call(guard, inputs, args, kwargs))
+        entry.runs += 1
+        if entry.runs >= entry.audit and current_backward() == -1 and self.may_audit():
+            entry.audit = max(4, 2 * entry.runs)
+            result, why = self.audit(entry.program, self._call(guard, inputs, args, kwargs))
+            if why:
+                self._programs.clear()
+                raise RuntimeError(_DIFFERS.format(self.name(), why))
+            return result
+        return self.run(entry.program, inputs)
 
-    def first_call(self, key: Any, call: ForwardCall) -> Any:
+    def _call(self, guard: CodeGuard, inputs: Any, args: Any, kwargs: Any) -> ForwardCall:
+        return ForwardCall(guard, inputs, partial(self.eager, *args, **kwargs))
+
+    def first_call(self, key: Any, inputs: Any, args: Any, kwargs: Any) -> Any:
         """Runs the first call of a key, and keeps its program."""
-        args, kwargs = call.args, call.kwargs
+        guard = self._guard
+        assert guard is not None
+        call = self._call(guard, inputs, args, kwargs)
         if current_backward() != -1:  # a recomputation does not show all effects of a forward
-            return self.eager(*args, **kwargs)
+            return call.forward()
         why = self.unfit(call)
         if why or not self._may_try():
             self._programs[key] = why
             self._report(why)
-            return self.eager(*args, **kwargs)
-        marks, given = call.guard.marks(), _contents((args, kwargs))
-        result, program = self.trace(call)
-        if call.guard.marks() != marks:
+            return call.forward()
+        marks, given = guard.marks(), _contents((args, kwargs))
+        watch = CodeWatch()
+        forward = partial(_watched, watch, call.forward)
+        result, program = self.trace(call._replace(forward=forward))
+        own = self.key_of_own(guard), guard.flags()
+        if guard.marks() != marks:
             program = ASSIGNS
             self._assigned += 1
             self._never = self._assigned > self.most_assignments
-        elif not call.guard.unchanged():
-            program = "it changes what it reads"
+        elif change := guard.change():
+            program = f"it changes what it reads: {change}"
         elif _contents((args, kwargs)) != given:
             program = "it changes lists or dicts among its arguments"
+        elif type(program) is not str:
+            program = watch.why or _shared(result, guard, (args, kwargs)) or program
         if type(program) is str:
             self._report(program)
             if not program or program == ASSIGNS:
                 return result
-        self._programs[key] = program
+        wider = self.new_guard(watch)
+        if wider is guard or wider.why:
+            program = wider.why or program
+            self._programs[key] = program if type(program) is str else _Entry(program, 4)
+            self._report(wider.why)
+        elif own == key[-3:-1]:
+            self._widen(wider, key, inputs, program)
         return result
 
-    def _renew_guard(self) -> CodeGuard | None:
+    def _widen(self, guard: CodeGuard, key: Any, inputs: Any, program: Any) -> None:
+        """Replaces the guard by one that knows more code, and keeps the program under it."""
+        known, self._guard = self._guard, guard
+        self._programs.clear()
+        if any(id(x) in guard.ids for x in inputs):
+            self._report(program := _OWN)
+        elif type(program) is str and known is not None and guard.ids > known.ids:
+            return  # the next recording begins with all tensors
+        key = (*key[:-3], self.key_of_own(guard), guard.flags(), key[-1])
+        self._programs[key] = program if type(program) is str else _Entry(program, 1)
+
+    def _renew_guard(self, change: str) -> CodeGuard | None:
         """Guards the forward again. Returns None to stop trying."""
+        if change:
+            self._changes[change] = None
         if not self._may_try():
             return None
         self._programs.clear()
@@ -184,7 +262,8 @@ class GuardedForward(InstanceForward):
         self._trials += 1
         if self._trials > _TRIALS + self.replays:
             self._never = True
-            self._report("it changes too often")
+            changes = f" ({', '.join(self._changes)})" if self._changes else ""
+            self._report(f"it changes too often{changes}")
         return not self._never
 
     def _report(self, why: str) -> None:
@@ -218,7 +297,7 @@ class GuardedForward(InstanceForward):
             parts.append(key_of_contents(kwargs, key))
         for x in inputs:
             if id(x) in guard.ids:
-                raise Uncacheable("an argument is one of its own tensors")
+                raise Uncacheable(_OWN)
         for x in self.attributes_as_inputs(guard):
             parts.append(key_of_contents(x, key))
         if len(inputs) > 1:
@@ -241,3 +320,24 @@ def _contents(value: Any) -> Any:
     if type(value) is dict:
         return [*value, *map(_contents, value.values())]
     return id(value)
+
+
+def _watched(watch: CodeWatch, forward: Callable[[], Any]) -> Any:
+    with watch:
+        return forward()
+
+
+def _shared(result: Any, guard: CodeGuard, given: Any) -> str:
+    """Returns the reason for not recording a forward that returns a list or a dict that exists."""
+    known = {id(v) for v in _containers(given)}
+    if any(id(v) in known or guard.owns(v) for v in _containers(result)):
+        return "it returns a list or a dict that it has read"
+    return ""
+
+
+def _containers(value: Any) -> Iterator[Any]:
+    if isinstance(value, (list, dict)):
+        yield value
+    if isinstance(value, (list, tuple, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _containers(part)

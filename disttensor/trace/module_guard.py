@@ -44,7 +44,8 @@ class ModuleGuard:
         for m in self.modules:
             if m not in _guarded:
                 _guarded[m] = weakref.WeakSet()
-                for name in ("_parameters", "_buffers", "_modules"):
+            for name in ("_parameters", "_buffers", "_modules"):
+                if type(m.__dict__[name]) is not _Table:  # a user may have put another dict
                     m.__dict__[name] = _Table.of(m, m.__dict__[name])
             _guarded[m].add(self)
         self._hooks = [*global_module_hooks, *(h for m in self.modules[1:] for h in _hooks_of(m))]

@@ -1,90 +1,117 @@
-"""NameGuard: values that Python code reads, their places, and whether they have changed."""
+"""NameGuard: values that Python code reads, their places, and which of them has changed."""
 
 from __future__ import annotations
 
 import types
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import repeat
 from operator import is_
 from typing import Any
-
-import numpy as np
 
 from disttensor.pytree import CONSTANTS
 
 _NONE = object()
 _NONES = repeat(_NONE)
-CONTAINERS = (list, dict, set, tuple, deque)
+CONTAINERS = (list, dict, set, frozenset, tuple, deque)
 
 
 class NameGuard:
     def __init__(self) -> None:
-        self._names: dict[int, tuple[Mapping[str, Any], list[str], list[Any]]] = {}
-        self._cells: list[tuple[Any, Any]] = []
+        self._tables: list[tuple[str, Mapping[str, Any], list[str], list[Any]]] = []
+        self._cells: list[tuple[str, Any, Any]] = []
+        self._slots: list[tuple[str, Any, Any, Any]] = []
         self._whole: list[tuple[Any, list[Any]]] = []
         self._codes: list[tuple[types.FunctionType, Any, Any, Any]] = []
-        self._arrays: list[tuple[Any, Any]] = []
-        self._kept: list[Any] = []  # keeps objects alive whose ids are used
+        self._bytes: list[tuple[Any, bytes, Any]] = []
+        self._sizes: list[tuple[str, Mapping[str, Any], int]] = []
+        self.mutable: set[int] = set()  # ids of the containers
 
-    def name(self, owner: Any, table: Mapping[str, Any], name: str) -> bool:
-        """Records that code reads ``name`` of ``owner``, with the names ``table``; True if new."""
-        _, names, values = self._names.setdefault(id(owner), (table, [], []))
-        if name in names:
-            return False
-        self._kept.append(owner)
-        names.append(name)
-        values.append(table.get(name, _NONE))
-        return True
+    def table(self, owner: str, table: Mapping[str, Any], names: Iterable[str]) -> list[Any]:
+        """Records the values that ``names`` have in a table, or that they are missing; returns the
+        values."""
+        names = list(names)
+        values = [table.get(name, _NONE) for name in names]
+        if names:
+            self._tables.append((owner, table, names, values))
+        return [v for v in values if v is not _NONE]
 
-    def function(self, f: types.FunctionType) -> list[Any]:
-        """Records the code, defaults and closure of ``f``, and returns the values in them."""
-        contents = [_content(cell) for cell in f.__closure__ or ()]
-        self._cells += zip(f.__closure__ or (), contents, strict=True)
+    def size(self, owner: str, table: Mapping[str, Any]) -> None:
+        """Records how many names a table has."""
+        self._sizes.append((owner, table, len(table)))
+
+    def function(self, f: types.FunctionType, closure: bool) -> list[Any]:
+        """Records the code and defaults of ``f``, and its closure; returns the values in them."""
+        cells = f.__closure__ or () if closure else ()
+        contents = [_content(cell) for cell in cells]
+        names = [f"{name} of {f.__qualname__}" for name in f.__code__.co_freevars]
+        self._cells += zip(names, cells, contents, strict=False)
         self._codes.append((f, f.__code__, f.__defaults__, f.__kwdefaults__))
         return [*contents, *(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()]
+
+    def slot(self, value: Any, name: str, descriptor: Any) -> Any:
+        content = _slot(descriptor, value)
+        self._slots.append((f"{name} of {type(value).__qualname__}", value, descriptor, content))
+        return content
 
     def elements(self, value: Any) -> list[Any]:
         """Records and returns the elements of a container."""
         parts = _elements(value)
-        if type(value) is not tuple:
+        if type(value) not in (tuple, frozenset):
             self._whole.append((value, parts))
+            self.mutable.add(id(value))
         return parts
 
-    def array(self, value: np.ndarray[Any, Any]) -> None:
-        self._arrays.append((value, value.copy()))
+    def content(self, value: Any) -> None:
+        """Records the bytes of an array."""
+        self._bytes.append((value, bytes(value), _form(value)))
 
-    def unchanged(self) -> bool:
-        """Returns True if all recorded values are unchanged."""
-        for table, names, values in self._names.values():
-            if not all(map(is_, map(table.get, names, _NONES), values)) and not _same(
-                list(map(table.get, names, _NONES)), values
-            ):
-                return False
-        for cell, content in self._cells:
+    def change(self) -> str:
+        """Returns the name of a recorded value that has changed, or ""."""
+        for owner, table, names, values in self._tables:
+            if not all(map(is_, map(table.get, names, _NONES), values)):
+                for name, then in zip(names, values, strict=True):
+                    if not _alike(table.get(name, _NONE), then):
+                        return f"{name} of {owner}"
+        for owner, table, count in self._sizes:
+            if len(table) != count:
+                return f"an attribute of {owner}"
+        for name, cell, content in self._cells:
             found = _content(cell)
             if found is not content and not equal(found, content):
-                return False
+                return name
+        for name, value, descriptor, content in self._slots:
+            if not _alike(_slot(descriptor, value), content):
+                return name
         for value, parts in self._whole:
             if not _same(_elements(value), parts):
-                return False
+                return f"a {type(value).__name__}"
         for f, code, defaults, keywords in self._codes:
-            if (
-                f.__code__ is not code
-                or f.__defaults__ is not defaults
-                or f.__kwdefaults__ is not keywords
+            if f.__code__ is not code or not (
+                f.__defaults__ is defaults and f.__kwdefaults__ is keywords
             ):
-                return False
-        return not self._arrays or all(
-            a.shape == was.shape and a.dtype == was.dtype and a.tobytes() == was.tobytes()
-            for a, was in self._arrays
-        )
+                return f"the code or the defaults of {f.__qualname__}"
+        for value, was, form in self._bytes:
+            if _form(value) != form or bytes(value) != was:
+                return f"a {type(value).__name__}"
+        return ""
 
 
 def _elements(value: Any) -> list[Any]:
-    if isinstance(value, dict):
+    if isinstance(value, (dict, types.MappingProxyType)):
         return [*value.keys(), *value.values()]
     return list(value)
+
+
+def _form(array: Any) -> Any:
+    return getattr(array, "shape", None), getattr(array, "dtype", None)
+
+
+def _slot(descriptor: Any, value: Any) -> Any:
+    try:
+        return descriptor.__get__(value)
+    except AttributeError:
+        return _NONE
 
 
 def _same(now: list[Any], then: list[Any]) -> bool:
@@ -106,12 +133,3 @@ def _content(cell: Any) -> Any:
         return cell.cell_contents
     except ValueError:
         return _NONE
-
-
-def names_in(code: types.CodeType) -> set[str]:
-    """Returns the names of globals and attributes that code reads, also in functions inside it."""
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= names_in(constant)
-    return names

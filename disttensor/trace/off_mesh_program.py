@@ -45,6 +45,15 @@ class OffMeshProgram:
     no_source: Tensor  # the token of results that depend on no tensor that this rank sent
     single: bool  # the result is one new tensor, which is no view
 
+    def difference(self, other: OffMeshProgram) -> str:
+        """Returns how the results of another run differ from these, or ""."""
+        mine, theirs = repr((self.specs, self.result)), repr((other.specs, other.result))
+        if mine != theirs:
+            return f"it returns {theirs} in place of {mine}"
+        if self.draws != other.draws:
+            return f"it draws random numbers {other.draws} times in place of {self.draws}"
+        return ""
+
     def run(self, inputs: Sequence[DistTensor]) -> Any:
         mesh, result = self.spec.mesh, self.result
         for _ in range(self.draws):

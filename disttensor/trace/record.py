@@ -63,6 +63,7 @@ class Program(NamedTuple):
     text        its source; ``parameters``, ``lines`` and ``result`` are the text as data.
     calls       are compared with other ranks.
     written     names of the sources that it writes to.
+    scope       the constants in the text, by name.
     """
 
     run: Function
@@ -72,6 +73,7 @@ class Program(NamedTuple):
     parameters: tuple[str, ...]
     lines: tuple[Line, ...]
     result: str
+    scope: dict[str, Any]
 
 
 _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -397,7 +399,7 @@ class CallRecorder(Observer):
         lines = tuple(self.tape.live_lines(made, merge))
         run, text = self.tape.build_function(self.parameters, lines, made)
         written = tuple(self.written)
-        parts = tuple(self.parameters), lines, made
+        parts = tuple(self.parameters), lines, made, self.tape.scope
         return Program(run, text, tuple(self.calls), written, *parts)
 
 

@@ -23,6 +23,7 @@ from disttensor.tensor.grad_slot import collector_of
 from disttensor.torch_private import count_function_modes
 from disttensor.trace import check
 from disttensor.trace.code_guard import CodeGuard
+from disttensor.trace.code_watch import CodeWatch
 from disttensor.trace.guarded_forward import ForwardCall, GuardedForward, device_of
 from disttensor.trace.instance_forward import InstanceForward
 from disttensor.trace.record import Program, record
@@ -70,10 +71,10 @@ class Replay(GuardedForward):
 
     @property
     def programs(self) -> list[str]:
-        return [program.text for program in self._programs.values() if type(program) is not str]
+        return [program.text for program in self.recorded()]
 
-    def new_guard(self) -> CodeGuard:
-        guard = super().new_guard()
+    def new_guard(self, watch: CodeWatch | None = None) -> CodeGuard:
+        guard = super().new_guard(watch)
         if any(collector_of(t) is not None for t in guard.tensors if isinstance(t, DistTensor)):
             guard.why = "its parameters are in sharded segments (shard_data_parallel)"
         return guard
@@ -101,8 +102,7 @@ class Replay(GuardedForward):
 
     def trace(self, call: ForwardCall) -> tuple[Any, Program | str]:
         sources, parameters = sources_of(call)
-        forward = partial(self.eager, *call.args, **call.kwargs)
-        return record(forward, sources, parameters, device_of(call.inputs), self.merges)
+        return record(call.forward, sources, parameters, device_of(call.inputs), self.merges)
 
     def run(self, program: Program, inputs: Sequence[Any]) -> Any:
         if program.calls:
@@ -112,8 +112,12 @@ class Replay(GuardedForward):
     def compare(self, program: Program, call: ForwardCall) -> Any:
         sources = sources_of(call)[0]
         written = [sources[name] for name in program.written]
-        eager = partial(self.trace, call)
+        eager = partial(Replay.trace, self, call)
         return check.compare_with_eager(self.name(), program, call.inputs, written, eager)
+
+    def audit(self, program: Program, call: ForwardCall) -> tuple[Any, str]:
+        result, again = Replay.trace(self, call)
+        return result, check.difference(program, again)
 
 
 def sources_of(call: ForwardCall) -> tuple[dict[str, Any], list[str]]:

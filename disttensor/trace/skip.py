@@ -9,7 +9,6 @@ calls are one look-up. A forward with effects that a skipped call would miss run
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
@@ -19,6 +18,7 @@ from disttensor.pytree import Uncacheable
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.torch_private import count_function_modes
 from disttensor.trace.code_guard import CodeGuard
+from disttensor.trace.code_watch import CodeWatch
 from disttensor.trace.guarded_forward import ForwardCall, GuardedForward
 from disttensor.trace.module_guard import are_elsewhere
 from disttensor.trace.off_mesh_program import OffMeshProgram, trace
@@ -62,8 +62,8 @@ class Skip(GuardedForward):
     def must_run(self) -> bool:
         return count_function_modes() > 0  # among them: the mode that traces a module around it
 
-    def new_guard(self) -> CodeGuard:
-        guard = super().new_guard()
+    def new_guard(self, watch: CodeWatch | None = None) -> CodeGuard:
+        guard = super().new_guard(watch)
         for m in guard.trees[0].modules:
             if getattr(type(m), "_never_skip", False) or "_never_skip" in m.__dict__:
                 guard.why = "never_skip"
@@ -91,8 +91,11 @@ class Skip(GuardedForward):
         return ""
 
     def trace(self, call: ForwardCall) -> tuple[Any, OffMeshProgram | str]:
-        forward = partial(self.eager, *call.args, **call.kwargs)
-        return trace(forward, call.inputs, call.guard.trees[0].tensors)
+        return trace(call.forward, call.inputs, call.guard.trees[0].tensors)
+
+    def audit(self, program: OffMeshProgram, call: ForwardCall) -> tuple[Any, str]:
+        result, again = self.trace(call)
+        return result, again if isinstance(again, str) else program.difference(again)
 
     def run(self, program: OffMeshProgram, inputs: Sequence[Any]) -> Any:
         return program.run(inputs)

@@ -8,6 +8,7 @@ the alias that collects gradients at that time.
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from disttensor.errors import Place, user_place
 from disttensor.pytree import CONSTANTS, collect
 from disttensor.tensor.base import MeshTensor
 from disttensor.tensor.dist_tensor import DistTensor
@@ -60,7 +62,7 @@ class LineCall(NamedTuple):
 class Line(NamedTuple):
     """``text``: an assignment or a call; ``makes``: the variables that it assigns; ``idle``: unless
     they are used, the line is dropped; ``order``: how the line permutes the dims of ``of``, if it
-    does only this; ``call``: None unless the kind is CALL."""
+    does only this; ``call``: None unless the kind is CALL; ``place``: the line of the user."""
 
     kind: LineKind
     text: str
@@ -69,6 +71,7 @@ class Line(NamedTuple):
     of: str = ""
     order: tuple[int, ...] = ()
     call: LineCall | None = None
+    place: Place = None
 
 
 class Tape:
@@ -157,7 +160,8 @@ class Tape:
         results = {name: _meta(t) for name, t in made.items()}
         call = LineCall(func, kept, words, target if made else "", given, results, writes)
         of, text = words[0] if order else "", call_text(call, self.constant(func))
-        self.lines.append(Line(LineKind.CALL, text, frozenset(made), idle, of, order, call))
+        place = user_place(sys._getframe(1))
+        self.lines.append(Line(LineKind.CALL, text, frozenset(made), idle, of, order, call, place))
 
     def text(self, value: Any) -> str:
         kind = type(value)

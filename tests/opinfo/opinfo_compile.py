@@ -82,7 +82,7 @@ def are_close(a: Any, b: Any) -> bool:
 
 def reshards(fast: Any) -> bool:
     """A compiled program contains a reshard."""
-    lines = [line for program in fast._programs.values() for line in getattr(program, "lines", ())]
+    lines = [line for program in fast.recorded() for line in program.lines]
     return any(x.call and x.call.func is grad_types._apply_transition for x in lines)
 
 

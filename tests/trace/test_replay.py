@@ -212,7 +212,7 @@ def test_the_lines_of_a_program(name):
     batch = fed(mesh_of(1), 6, 6)
     f, names = SHORTER[name]
     fast = agree(lambda: lambda x: f(x), batch, batch, batch)
-    ((run, text, *_),) = fast._programs.values()
+    ((run, text, *_),) = fast.recorded()
     called = [run.__globals__[c] for c in re.findall(r"= (c\d+)\(t", text)]
     python = {True: "F.", False: ""}
     found = [python[isinstance(c, FunctionType)] + c.__name__ for c in called]
@@ -424,6 +424,6 @@ def test_a_program_keeps_no_tensor_of_its_recording():
     fast = dt.replay(forward)
     (x,) = fed(mesh, 5, 6, at=(R, S1), grad=False)()
     fast(x)
-    (program,) = fast._programs.values()
+    (program,) = fast.recorded()
     calls = [line.call for line in program.lines if line.call is not None]
     assert len(calls) >= 5 and not collect([call.args for call in calls], [])

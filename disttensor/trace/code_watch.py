@@ -1,0 +1,186 @@
+"""CodeWatch: the code of users that runs while a forward is recorded, and what in it no guard can
+see.
+
+A forward depends on a value only if code that ran has read it. So the names in this code are all
+names that ``CodeGuard`` compares, and a branch that was not taken needs no guard: what decided for
+it has one. Code of torch, of Python's library and of this package is known, but for functions that
+read the clock, the environment, files, or attributes whose names are not in the code.
+"""
+
+from __future__ import annotations
+
+import dis
+import os
+import sys
+import types
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+_OURS = frozenset({"torch", "disttensor", "ops", "reshard", "numpy"})
+_STDLIB = os.path.dirname(os.__file__)
+_GENERATED = ("<replay>", "<eval_with_key>")  # files of code that torch or a recording made
+# Modules of Python's library whose answers change without a value that a guard can compare.
+UNSEEN = frozenset({
+    "time", "datetime", "_datetime", "io", "_io", "posix", "nt", "genericpath", "pathlib",
+    "socket", "_socket", "secrets", "uuid", "subprocess", "threading", "_thread", "contextvars",
+    "_contextvars", "weakref", "_weakref", "gc", "platform", "tempfile", "ctypes", "_ctypes",
+    "signal", "mmap", "select",
+})  # fmt: skip
+_CALLBACKS = frozenset({"weakref", "_weakref", "gc"})  # are called at any time
+_ENVIRONMENT = ("_Environ.", "getenv", "listdir", "walk")  # in the module os
+_REFUSED = frozenset({"eval", "exec", "compile", "input", "open", "id", "_getframe"})
+_DYNAMIC = frozenset({"vars", "dir", "locals", "globals"})
+# Modules of Python's library that read attributes by names that they compute.
+_WALKERS = frozenset({"dataclasses", "copy", "json", "pickle", "pprint", "reprlib"})
+_ASKS = frozenset({"getattr", "hasattr"})
+_SILENT = frozenset({"logging", "warnings"})  # nothing that they ask changes a result
+_BUILDS = frozenset({"format", "join", "replace", "strip", "split", "lower", "upper", "title"})
+_USER, _KNOWN, _LIBRARY = range(3)
+
+
+class CodeWatch:
+    """``with CodeWatch() as watch:`` notes the block's code.
+
+    code       code of a user -> the globals of its function
+    why        the reason why no guard sees what was read, or ""
+    dynamic    names of attributes were computed, so all attributes count
+    """
+
+    def __init__(self) -> None:
+        self.code: dict[types.CodeType, dict[str, Any]] = {}
+        self.why = ""
+        self.dynamic = False
+        self._kinds: dict[types.CodeType, int] = {}
+
+    def __enter__(self) -> CodeWatch:
+        self._before: Any = sys.getprofile()
+        sys.setprofile(self._event)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        sys.setprofile(self._before)
+
+    def _event(self, frame: types.FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            kind = self._kinds.get(frame.f_code)
+            if kind is None:
+                kind = self._new(frame)
+            if kind == _LIBRARY:
+                self._enter_library(frame)
+        elif event == "c_call" and self._kinds.get(frame.f_code) == _USER:
+            self._call_builtin(frame.f_code, argument)
+        if self._before is not None:
+            self._before(frame, event, argument)
+
+    def _new(self, frame: types.FrameType) -> int:
+        code, module = frame.f_code, _module(frame)
+        kind = _USER if not is_known(module, code.co_filename) else _KNOWN
+        if kind == _USER:
+            self.code[code] = frame.f_globals
+        elif module.partition(".")[0] not in _OURS:
+            kind = _LIBRARY
+        self._kinds[code] = kind
+        return kind
+
+    def _enter_library(self, frame: types.FrameType) -> None:
+        """Notes a function of Python's library that a user calls, perhaps through the library."""
+        name, root = frame.f_code.co_qualname, _module(frame).partition(".")[0]
+        unseen = root in UNSEEN - _CALLBACKS or (root == "os" and name.startswith(_ENVIRONMENT))
+        if not unseen and root not in _WALKERS:
+            return
+        caller = frame.f_back
+        while caller is not None and self._kinds.get(caller.f_code) == _LIBRARY:
+            if _module(caller).partition(".")[0] in _SILENT:
+                return
+            caller = caller.f_back
+        if caller is not None and self._kinds.get(caller.f_code) == _USER:
+            if unseen:
+                self._refuse(f"{root}.{name}")
+            self.dynamic = True
+
+    def _call_builtin(self, code: types.CodeType, function: Any) -> None:
+        name, owner = getattr(function, "__name__", ""), getattr(function, "__self__", None)
+        if owner is None or isinstance(owner, types.ModuleType):
+            module = function.__module__ or ""
+        else:  # a method of an object, or of a class, as ``datetime.now``
+            module = (owner if isinstance(owner, type) else type(owner)).__module__
+        if module in UNSEEN:
+            self._refuse(f"{module}.{name}")
+        elif module in ("builtins", "sys"):
+            if name in _REFUSED:
+                self._refuse(name)
+            if name in _DYNAMIC or (name in ("getattr", "hasattr") and makes_text(code)):
+                self.dynamic = True
+
+    def _refuse(self, name: str) -> None:
+        self.why = self.why or f"it calls {name}, whose answers are not compared"
+
+
+class Names(NamedTuple):
+    """Names that code reads: of globals, of attributes, of modules that it imports (with their
+    level), and its strings. ``tried``: names that may be missing without an error: what ``getattr``
+    and ``hasattr`` are asked for, and attributes in code that catches errors."""
+
+    globals: frozenset[str]
+    attributes: frozenset[str]
+    imports: frozenset[tuple[int, str]]
+    tried: frozenset[str]
+
+
+@lru_cache(maxsize=4096)
+def names_in(code: types.CodeType) -> Names:
+    """Returns the names in code, and in the functions inside it."""
+    read, attributes, imports, strings = set[str](), set[str](), set[tuple[int, str]](), set[str]()
+    level: Any = 0
+    for i in dis.get_instructions(code):
+        if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            read.add(i.argval)
+        elif i.opname == "IMPORT_NAME":
+            imports.add((level, i.argval))
+        elif i.opname in ("LOAD_CONST", "LOAD_SMALL_INT") and type(i.argval) is int:
+            level = i.argval
+        elif i.opcode in dis.hasname:
+            attributes.add(i.argval)
+    inner = []
+    for constant in _flat(code.co_consts):
+        if isinstance(constant, types.CodeType):
+            inner.append(names_in(constant))
+        elif isinstance(constant, str) and constant.isidentifier():
+            strings.add(constant)
+    tried = set(strings) if _ASKS & read else set()
+    tried |= attributes if code.co_exceptiontable else set()
+    parts = [Names(*map(frozenset, (read, attributes | strings, imports, tried))), *inner]
+    return Names(*(frozenset[Any]().union(*same) for same in zip(*parts, strict=True)))
+
+
+def _flat(constants: Iterable[Any]) -> Iterable[Any]:
+    for constant in constants:
+        if isinstance(constant, (tuple, frozenset)):
+            yield from _flat(constant)
+        else:
+            yield constant
+
+
+@lru_cache(maxsize=4096)
+def makes_text(code: types.CodeType) -> bool:
+    """Returns True if code may compute a string, and so the name of an attribute."""
+    return not _BUILDS.isdisjoint(code.co_names) or any(
+        i.opname.startswith(("BUILD_STRING", "FORMAT_"))
+        or (i.opname == "BINARY_OP" and i.argrepr in ("+", "%", "*"))
+        for i in dis.get_instructions(code)
+    )
+
+
+def is_known(module: str, file: str = "") -> bool:
+    """Returns True for code of torch, numpy, Python's own library and this package. A user's module
+    may have the name of one of these (``trace``, ``token``)."""
+    root = module.partition(".")[0]
+    if root not in sys.stdlib_module_names:
+        return root in _OURS or root.startswith("namedtuple_") or file.startswith(_GENERATED)
+    file = getattr(sys.modules.get(root), "__file__", None) or _STDLIB
+    return file.startswith(_STDLIB) and "site-packages" not in file
+
+
+def _module(frame: types.FrameType) -> str:
+    return frame.f_globals.get("__name__") or ""
