@@ -28,6 +28,11 @@ def _is_users(file: str) -> bool:
     return not file.startswith((*_OURS, _TORCH, "<"))
 
 
+def is_users(frame: Any) -> bool:
+    """Returns True for code that is neither ours nor torch's."""
+    return _is_users(frame.f_code.co_filename)
+
+
 def user_line(frame: Any = None) -> str:
     """Returns ``file.py:12`` of the innermost frame that is neither ours nor torch's, in the stack
     of the caller, or the stack that ends with ``frame``."""

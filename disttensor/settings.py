@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from disttensor.torch_private import autocast_is_on
+from disttensor.torch_private import autocast_is_on, flags_of_torch
 
 SETTINGS: list[Callable[[], Any]] = []  # current value of each, in the order of registration
 
@@ -64,6 +64,7 @@ class Snapshot(NamedTuple):
     dtype: torch.dtype
     deterministic: bool
     autocast: Any
+    flags: tuple[Any, ...]
     ours: tuple[Any, ...]
 
 
@@ -77,6 +78,6 @@ def snapshot(device: str) -> Snapshot:
         )  # fmt: skip
     return Snapshot(
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(), autocast,
+        torch.are_deterministic_algorithms_enabled(), autocast, flags_of_torch(device),
         tuple([current() for current in SETTINGS]),
     )  # fmt: skip

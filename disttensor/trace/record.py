@@ -15,8 +15,10 @@ a replay would miss: values read by Python, messages, hooks, other modes.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import BuiltinFunctionType, MethodWrapperType
 from typing import Any, NamedTuple
 
 import torch
@@ -26,10 +28,10 @@ from disttensor.autograd import activation_checkpoint
 from disttensor.comm.compare_programs import CallSignature
 from disttensor.dispatch import dispatch, fallback, writes
 from disttensor.dispatch.call_plan import PythonCall
-from disttensor.errors import name_of
+from disttensor.errors import is_users, name_of
 from disttensor.observe import Observer
 from disttensor.progress import Advance, bar
-from disttensor.pytree import collect
+from disttensor.pytree import CONSTANTS, collect
 from disttensor.random import counter
 from disttensor.settings import Snapshot, snapshot
 from disttensor.tensor import views
@@ -187,10 +189,15 @@ class CallRecorder(Observer):
             self.within += 1
             try:
                 with self.mode:
-                    return dispatch.dispatch(DistTensor, func, types, args, kwargs)
+                    out = dispatch.dispatch(DistTensor, func, types, args, kwargs)
             finally:
                 self.within -= 1
-        return self.plain(func, args, kwargs)
+        else:
+            out = self.plain(func, args, kwargs)
+        # a frame above: the mode, and above that the caller of the function
+        if not (self.within or self.opening) and is_users(sys._getframe(2)) and _is_object(out):
+            self.refuse(f"{name_of(func)} returns an object, which may change")
+        return out
 
     def plain(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs and records a function of regular tensors."""
@@ -401,6 +408,14 @@ class CallRecorder(Observer):
         written = tuple(self.written)
         parts = tuple(self.parameters), lines, made, self.tape.scope
         return Program(run, text, tuple(self.calls), written, *parts)
+
+
+def _is_object(value: Any) -> bool:
+    """Returns True for an answer that holds more than tensors and constants."""
+    if isinstance(value, (list, tuple)):
+        return any(map(_is_object, value))
+    known = isinstance(value, (Tensor, BuiltinFunctionType, MethodWrapperType))
+    return not (known or type(value) in CONSTANTS)
 
 
 def _versions(arguments: Any) -> list[float]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from disttensor.errors import Place, user_place
-from disttensor.pytree import CONSTANTS, collect
+from disttensor.pytree import CONSTANTS, collect, find_tensors, rebuild
 from disttensor.tensor.base import MeshTensor
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.torch_private import no_function_mode
@@ -171,10 +171,15 @@ class Tape:
             return self.variable_of(value)
         if kind in (list, tuple, dict):
             return container_text(value, self.text)
+        if isinstance(value, tuple) and kind is not torch.Size:
+            items = container_text(tuple(value), self.text)
+            return f"{self.constant(_tuple_of)}({self.constant(kind)}, {items})"
         if kind in _PLAIN:
             return f"({value!r})" if kind is int and value < 0 else repr(value)
         if why := getattr(value, "untraceable", ""):  # an object that is empty after the call
             raise Untraceable(why)
+        if kind not in CONSTANTS and find_tensors(value, attributes=True):
+            raise Untraceable(f"a function of torch gets a {kind.__name__} that holds tensors")
         return self.constant(value)
 
     def _target(self, value: Any, made: dict[str, Tensor]) -> str:
@@ -250,6 +255,11 @@ def _meta(t: Tensor) -> LocalMeta:
     with no_function_mode():
         stride = torch.empty_like(t, device="meta").stride()  # dense
         return LocalMeta(t.shape, stride, t.dtype, t.device, t.requires_grad)
+
+
+def _tuple_of(kind: type, items: tuple[Any, ...]) -> Any:
+    """Returns a named tuple, or a result of torch that looks like one."""
+    return rebuild(tuple.__new__(kind, items), list(items))
 
 
 def variables(text: str) -> list[str]:
