@@ -7,7 +7,6 @@ Python body of the function, the fallback. The fallback gathers everything, whic
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +22,7 @@ from disttensor.dispatch import balanced, foreach
 from disttensor.dispatch.decompose import body_of
 from disttensor.dispatch.key import key_without_sizes, of_no_mesh
 from disttensor.dispatch.local_context import MeshCollectives
-from disttensor.errors import name_of, user_line
+from disttensor.errors import name_of
 from disttensor.pytree import collect, substitute
 from disttensor.tensor.dist_tensor import DistTensor, wait_for
 from disttensor.tensor.reshard import is_local_relabel
@@ -268,15 +267,5 @@ def refuse_torch_dtensors(func: Function, tensors: Sequence[Tensor]) -> None:
 
 
 def regular_spec(x: Tensor, mesh: ProcessMesh) -> DistSpec:
-    """Returns the spec of a regular tensor among DistTensors: replicated. Warns about a parameter
-    that its model has replaced: see ``optim.step_hooks.check_fresh``."""
-    replaced = getattr(x, "_replaced", None)
-    if replaced and x.requires_grad and torch.is_grad_enabled():
-        warnings.warn(
-            f"at {user_line()}: the forward uses a parameter that was replaced: {replaced} "
-            "when the model was sharded. Its gradient does not reach the parameter that the "
-            "optimizer updates. A module in a Python list, or an attribute of another object, "
-            "still holds it: make that a submodule (nn.ModuleList) before sharding",
-            stacklevel=2,
-        )
+    """Returns the spec of a regular tensor among DistTensors: replicated."""
     return DistSpec(mesh, replicated(x.ndim), x.shape, x.dtype)

@@ -17,7 +17,12 @@ from disttensor.fsdp.module_tree import SegmentSpec
 from disttensor.fsdp.param import FSDPParam
 from disttensor.fsdp.segment import Segment
 from disttensor.fsdp.segment_policy import SegmentBySize, Segments
-from disttensor.fsdp.shard_arguments import check_arguments, check_ignored, shard_dims
+from disttensor.fsdp.shard_arguments import (
+    check_arguments,
+    check_hooks,
+    check_ignored,
+    shard_dims,
+)
 from disttensor.fsdp.shard_params import join_meshes, meshes_of, shard_params, split_by
 from disttensor.nn.parameters import Slot, slots
 from disttensor.nn.shard_module import check_module
@@ -102,6 +107,8 @@ def shard_data_parallel(
     specs = check_arguments(
         module, mesh, shard_axis, replicate_axis, stage, segments, prefetch, ignored
     )
+    if shard_axis is not None or any(policy.param_dtype for policy in policies.of.values()):
+        check_hooks(module, ignored)
     if offload and any(m.device_type != "cpu" for m in meshes_of(module, mesh, ignored)):
         raise NotImplementedError(
             "shard_data_parallel(offload=True): shards in the memory of the host, with a mesh of "

@@ -27,12 +27,14 @@ from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.grad import as_gradient, combine_gradients, get_grad, grad_spec, set_grad
 from disttensor.tensor.grad_slot import (
     fix_spec,
+    grad_slot,
     keep_grad,
     remember_grad,
     set_collector,
     shown_grad,
 )
 from disttensor.tensor.reshard import resharded
+from disttensor.tensor.user_facts import pass_attributes
 from disttensor.tensor.uses import count_leaves, leaves_of
 from disttensor.tensor.versions import version
 from disttensor.torch_private import current_backward
@@ -91,6 +93,9 @@ class FSDPParam:
         leaf = memory.detach().requires_grad_(self.sharded_param.requires_grad)
         self.set_unsharded(wrap(leaf, self.spec))
         set_collector(self.sharded_param, self)
+        found = grad_slot(self.sharded_param).hooks
+        if found is not None:  # registered before: called when the sharded parameter has its sum
+            self.hooks, found.post_hooks = found.post_hooks, OrderedDict()
 
     def show_unsharded(self) -> None:
         requires_grad = self.sharded_param.local.requires_grad
@@ -104,7 +109,9 @@ class FSDPParam:
     def _swap(self, old: DistTensor, new: DistTensor) -> None:
         """Replaces ``old`` by ``new`` in the modules, unless another tensor was set there. Guards
         of skipped modules must not see it, so it bypasses them and writes to the present table of
-        the owner: a guard may have replaced ``slot.table``."""
+        the owner: a guard may have replaced ``slot.table``. Attributes that the user set are seen
+        on both."""
+        pass_attributes(old, new, exactly=old is self.sharded_param)
         for slot in self.slots:
             table: Any = slot.owner._parameters
             if table.get(slot.key) is old:

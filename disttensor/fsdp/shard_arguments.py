@@ -24,7 +24,9 @@ from disttensor.fsdp.module_tree import SegmentSpec
 from disttensor.fsdp.segment_policy import Segments, segments_of
 from disttensor.fsdp.shard_params import meshes_of, split_by
 from disttensor.nn.shard_module import check_subclasses
+from disttensor.nn.shared_memory import check_memory
 from disttensor.tensor.dist_tensor import DistTensor
+from disttensor.tensor.user_facts import hooks_of
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -49,7 +51,8 @@ def check_arguments(
         raise ValueError(f"{who}: the module, or one in it, is under shard_data_parallel already")
     if shard_axis is not None and shard_axis == replicate_axis:
         raise ValueError(f"{who}: {shard_axis!r} is both shard_axis and replicate_axis")
-    check_subclasses(who, module, {})
+    check_subclasses(who, module, {}, lambda value: id(value) in ignored)
+    check_memory(who, module, lambda value: id(value) in ignored)
     params = {
         name: p
         for name, p in module.named_parameters()
@@ -88,6 +91,18 @@ def check_arguments(
         if p.spec.layout.custom:
             raise ValueError(f"{who}: parameter {name!r} is {p.spec!r}, of a placement of your own")
     return segments_of(module, segments, ignored)
+
+
+def check_hooks(module: nn.Module, ignored: frozenset[int]) -> None:
+    """Raises ValueError for a hook that needs the gradient of one backward before it is added up:
+    the parameter will have a copy that collects gradients."""
+    for name, p in module.named_parameters():
+        if id(p) not in ignored and not has_own_operators(p) and hooks_of(p)[0]:
+            raise ValueError(
+                f"shard_data_parallel: parameter {name!r} has a hook (register_hook), and its "
+                "gradient collects on a temporary copy, so the hook would not be called. Remove "
+                "it, and change p.grad in register_post_accumulate_grad_hook"
+            )
 
 
 def check_ignored(module: nn.Module, params: Any) -> frozenset[int]:

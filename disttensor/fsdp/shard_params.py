@@ -16,8 +16,10 @@ from disttensor.fsdp.replicas import broadcast_replicas, replicas_of
 from disttensor.meta import execute
 from disttensor.nn.parameters import slots
 from disttensor.nn.shard_module import place
+from disttensor.nn.shared_memory import replace_held
 from disttensor.tensor.base import as_parameter
 from disttensor.tensor.dist_tensor import DistTensor, wrap
+from disttensor.tensor.user_facts import carry_over
 from reshard import cross_mesh
 
 
@@ -75,8 +77,10 @@ def shard_params(
             if shard_axis is not None:
                 made[id(p)] = _shard(p, p.spec.mesh.axis(shard_axis), dims.get(slot.name, 0))
             if made[id(p)] is not p:
-                p._replaced = "shard_data_parallel split them into shards"
+                what = f"shard_data_parallel split {slot.name!r} into shards"
+                carry_over(p, made[id(p)], what)
         slot.table[slot.key] = sharded[slot.name] = made[id(p)]
+    replace_held(module, made)
     return sharded
 
 
@@ -104,8 +108,10 @@ def _place(
         if spec is not x.spec and id(x) not in made:
             moved = wrap(x.local.detach().requires_grad_(x.requires_grad), spec)
             made[id(x)] = as_parameter(moved) if isinstance(x, nn.Parameter) else moved
-            x._replaced = f"shard_data_parallel brought them to {mesh!r}"
+            what = f"shard_data_parallel brought {slot.name!r} to {mesh!r}"
+            carry_over(x, made[id(x)], what)
         slot.table[slot.key] = made.get(id(x), x)
+    replace_held(module, made)
 
 
 def _shard(p: DistTensor, axis: int, dim: int) -> DistTensor:

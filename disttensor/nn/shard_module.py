@@ -20,10 +20,12 @@ from disttensor.experts import expert_modules
 from disttensor.meta import execute
 from disttensor.nn.names import covers, list_names
 from disttensor.nn.parameters import Slot, slots
+from disttensor.nn.shared_memory import check_memory, replace_held
 from disttensor.nn.torch_styles import is_style, placements_of, splits
 from disttensor.progress import bar
 from disttensor.tensor.base import as_parameter
 from disttensor.tensor.dist_tensor import DistTensor, wrap
+from disttensor.tensor.user_facts import carry_over
 from disttensor.trace import skip
 
 Plan = Mapping[Any, Sequence[Placement]] | Callable[[str, nn.Module, ProcessMesh], None] | None
@@ -97,7 +99,8 @@ def place(
     replaced in all its other slots too.
     """
     chosen = _choose(module, mesh_of, plan)
-    check_subclasses("shard_module", module, chosen)
+    check_subclasses("shard_module", module, chosen, lambda value: mesh_of(value) is None)
+    check_memory("shard_module", module, lambda value: mesh_of(value) is None)
     if init is None:
         _check_meta(module, mesh_of)
     made: dict[int, Any] = {}
@@ -117,11 +120,13 @@ def place(
                     fresh.add(owner)
             table[key] = made.get(id(value), value)
             advance()
-    for slot in before:  # grad_sync.check_fresh detects an optimizer that has the old tensor
+    carried: set[int] = set()
+    for slot in before:  # step_hooks.check_fresh detects an optimizer that has the old tensor
         now = slot.table.get(slot.key)
-        if now is not slot.value and isinstance(now, DistTensor):
-            old: Any = slot.value
-            old._replaced = f"{slot.name!r} became {now.spec!r}"
+        if now is not slot.value and isinstance(now, DistTensor) and id(now) not in carried:
+            carried.add(id(now))
+            carry_over(slot.value, now, f"{slot.name!r} became {now.spec!r}")
+    replace_held(module, made)
     with bar("initializing", len(fresh), "modules") as advance:
         for child in children_first(module):
             if child in fresh:
@@ -137,12 +142,22 @@ def _initializer(module: nn.Module) -> Any:
 
 
 def check_subclasses(
-    who: str, module: nn.Module, chosen: Mapping[str, Sequence[Placement]]
-) -> None:
+    who: str, module: nn.Module, chosen: Mapping[str, Sequence[Placement]],
+    stays: Callable[[torch.Tensor], bool],
+) -> None:  # fmt: skip
     """Raises ValueError for a tensor of a subclass with operators that cannot stay replicated:
-    it requires grad, or ``chosen`` splits it."""
+    it requires grad, or ``chosen`` splits it; and for a tensor of another class of the user, unless
+    it ``stays``."""
     for name, _, _, _, value in slots(module):
         if not has_own_operators(value):
+            kind = type(value)
+            known = kind.__module__.split(".")[0] in ("torch", "disttensor")
+            if not known and not stays(value):
+                raise ValueError(
+                    f"{who}: {name!r} is a {kind.__name__}, a class of yours, and a DistTensor "
+                    "would take its place. Make it an nn.Parameter or a regular tensor, with what "
+                    "the class adds as attributes (p.name = value), which are kept"
+                )
             continue
         split = any(type(p) is not Replicate for p in chosen.get(name, ()))
         if split or value.requires_grad:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from disttensor.api.shard import shard_tensor
 from disttensor.comm import objects
 from disttensor.core.mesh import ProcessMesh
 from disttensor.meta import execute
@@ -72,6 +73,42 @@ def wrap_broadcast_tensors(original: Any) -> Any:
             local[key] = x.copy_(local[key])
 
     return broadcast
+
+
+def wrap_load_own(original: Any) -> Any:
+    """Wraps the loading of a module's own tensors. With ``assign=True``, a DistTensor is replaced
+    by the loaded value in its layout. A parameter of ``shard_data_parallel`` stays, and gets the
+    value."""
+
+    def load(self: Any, state_dict: Any, prefix: str, metadata: Any, *args: Any) -> None:
+        if metadata.get("assign_to_params_buffers", False):
+            for name, now in (*self._parameters.items(), *self._buffers.items()):
+                value = state_dict.get(prefix + name)
+                if not isinstance(now, DistTensor) or not isinstance(value, torch.Tensor):
+                    continue
+                if value.shape == now.shape:  # else torch raises its error
+                    new = _assigned(prefix + name, now, value)
+                    state_dict = {**state_dict, prefix + name: new}
+        original(self, state_dict, prefix, metadata, *args)
+
+    return load
+
+
+def _assigned(name: str, now: DistTensor, value: torch.Tensor) -> Any:
+    """Returns the tensor to assign in the place of ``now``."""
+    slot = now._grad_slot
+    if slot is None or not slot.fixed_by:
+        if isinstance(value, DistTensor):
+            return value
+        return shard_tensor(value.detach(), now.spec.mesh, now.placements)
+    if value.dtype is not now.dtype:
+        raise RuntimeError(
+            f"load_state_dict(assign=True): {name} is {now.spec!r}, and the value is "
+            f"{value.dtype}: under {slot.fixed_by} the dtype stays. Load without assign, which "
+            "converts the value, or before the module is sharded"
+        )
+    with torch.no_grad():
+        return now.copy_(value)
 
 
 # The state of an optimizer whose parameters lie on several meshes ---------------------------------

@@ -287,6 +287,12 @@ TABLE = (
         _guard_modules,
     ),
     Change(
+        "torch.nn.Module.load_state_dict(assign=True)",
+        "Regular tensors would take the place of sharded parameters. They are sharded first.",
+        "register_load_state_dict_pre_hook of each module that gets a DistTensor.",
+        replace(state_dicts.wrap_load_own, "torch.nn:Module._load_from_state_dict"),
+    ),
+    Change(
         "torch.func, torch.autograd.forward_ad",
         "A transform would trace the local of a captured DistTensor, and tangents would not be "
         "communicated. The full tensor is gathered, or an error is raised.",

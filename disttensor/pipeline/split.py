@@ -28,6 +28,7 @@ from disttensor.pipeline.unsplit import MODELS
 from disttensor.pytree import find_tensors, replace_tensors
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.reshard import MICRO_BATCH
+from disttensor.tensor.user_facts import pass_attributes
 
 Tensor = torch.Tensor
 
@@ -236,6 +237,7 @@ class _Bring:
                 return x
             if id(x) not in brought:
                 brought[id(x)] = reshard(x, mesh, _placements(x, mesh))
+                pass_attributes(x, brought[id(x)])
             return brought[id(x)]
 
         away = any(map(is_away, find_tensors((args, kwargs))))

@@ -115,6 +115,7 @@ def test_all_changes_are_listed_and_taken_back() -> None:
         "torch.distributed.tensor._util_foreach_supported_types",  # and torch.utils again
         "torch.nn.init._no_grad_trunc_normal_",
         "torch.nn.init.sparse_",
+        "torch.nn.modules.module.Module._load_from_state_dict",
         "torch.nn.modules.module.Module._maybe_warn_non_full_backward_hook",
         "torch.nn.parallel.distributed.DistributedDataParallel.__init__",
         "torch.nn.utils.clip_grad._get_total_norm",
@@ -410,6 +411,12 @@ def states_of_stages() -> None:
     assert list(state) == ["0", "1"] and all(s["step"] == 1 for s in state.values())
 
 
+def assigned() -> None:
+    model = dt.shard_module(nn.Linear(4, 2), line(), {"weight": [Shard(0)]})
+    model.load_state_dict(nn.Linear(4, 2).state_dict(), assign=True)
+    assert isinstance(model.weight, dt.DistTensor) and model.weight.placements == (Shard(0),)
+
+
 def refused_to_save() -> None:
     hf = importlib.import_module("transformers")
     config = hf.GPT2Config(n_layer=1, n_head=1, n_embd=2, vocab_size=4, n_positions=4)
@@ -527,6 +534,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "transformers: save_pretrained": refused_to_save,
     "opt_einsum.contract": contracted,
     "torch.nn.Module: attributes and hooks": changed_modules,
+    "torch.nn.Module.load_state_dict(assign=True)": assigned,
     "torch.func, torch.autograd.forward_ad": transformed,
     "make_fx, torch.jit.trace": traced,
     "torch.compile": not_compiled,

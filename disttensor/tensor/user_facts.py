@@ -1,0 +1,91 @@
+"""Attributes, hooks and the gradient that a user put on a tensor. ``carry_over`` brings them to the
+tensor that takes its place in a module.
+
+A hook keeps its dict, in which the handle of its user looks it up: ``handle.remove()`` works after
+the placement too.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from disttensor.errors import user_place
+from disttensor.tensor.base import MeshTensor
+from disttensor.tensor.checkpointable import Checkpointable
+from disttensor.tensor.leaf_hooks import agree_on_hook, leaf_hooks
+
+Tensor = torch.Tensor
+Hooks = OrderedDict[int, Callable[[Any], Any]]
+
+# attributes that the user did not set
+_OWN = MeshTensor.__annotations__.keys() | Checkpointable.__annotations__.keys() | {"_replaced"}
+
+
+def user_attributes(x: Tensor) -> dict[str, Any]:
+    """Returns the attributes that the user set on x."""
+    return {name: value for name, value in x.__dict__.items() if name not in _OWN}
+
+
+def pass_attributes(old: Tensor, new: Tensor, *, exactly: bool = False) -> None:
+    """Gives ``new`` the user's attributes of ``old``; ``exactly``: and no others."""
+    if exactly and not new.__dict__.keys() <= _OWN:
+        for name in user_attributes(new):
+            del new.__dict__[name]
+    if not old.__dict__.keys() <= _OWN:
+        new.__dict__.update(user_attributes(old))
+
+
+def hooks_of(x: Any) -> tuple[Hooks, Hooks]:
+    """Returns the tensor hooks of the leaf x, and its hooks after accumulation."""
+    if isinstance(x, MeshTensor):
+        found = None if x._grad_slot is None else x._grad_slot.hooks
+        hooks = (None, None) if found is None else (found.tensor_hooks, found.post_hooks)
+    else:
+        hooks = x._backward_hooks, x._post_accumulate_grad_hooks
+    first, second = [OrderedDict() if h is None else h for h in hooks]
+    return first, second
+
+
+def carry_over(old: Any, new: MeshTensor, what: str) -> None:
+    """Gives ``new``, which takes the place of ``old`` in a module, the attributes, the hooks and
+    the gradient of ``old``. ``what`` says in warnings and errors what became of ``old``: a gradient
+    that reaches it from now on is lost for ``new``, with a warning."""
+    pass_attributes(old, new)
+    old._replaced = what
+    if not old.is_leaf or not (old.dtype.is_floating_point or old.dtype.is_complex):
+        return
+    tensor_hooks, post_hooks = hooks_of(old)
+    if new.is_initialized and (tensor_hooks or post_hooks):
+        agree_on_hook(new, "a hook of a parameter that is placed")
+        own = leaf_hooks(new)
+        own.tensor_hooks, own.post_hooks = tensor_hooks, post_hooks
+    if old.grad_dtype is not old.dtype:
+        new.grad_dtype = old.grad_dtype
+    grad = old.grad
+    if grad is not None and not grad.is_meta:
+        grad = grad if grad.layout is torch.strided else grad.to_dense()
+        new.grad = grad if isinstance(grad, MeshTensor) else grad.detach().to(new.device)
+    warn: Hooks = OrderedDict({-1: partial(_warn, what)})
+    if not isinstance(old, MeshTensor):
+        old._backward_hooks = warn
+    elif old.is_initialized:
+        stale = leaf_hooks(old)
+        stale.tensor_hooks, stale.post_hooks = OrderedDict(), warn
+
+
+def _warn(what: str, _: Tensor) -> None:
+    place = user_place(sys._getframe(1)) or ("unknown", 0)
+    text = (
+        f"a backward reaches a parameter that was replaced: {what} when the model was sharded. Its "
+        "gradient does not reach the parameter that the optimizer updates. A list of parameters, a "
+        "module in a Python list, or an attribute of another object still holds the old one: take "
+        "model.parameters() after sharding, and make the module a submodule (nn.ModuleList)"
+    )
+    warnings.warn_explicit(text, UserWarning, *place)
