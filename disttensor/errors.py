@@ -15,7 +15,7 @@ from torch.overrides import resolve_name
 
 __all__ = [
     "CaptureError", "CommError", "CustomFunctionError", "DistTensorError", "FallbackWarning",
-    "MismatchError", "RankError", "SimulationError", "StrictError",
+    "MismatchError", "PieceWarning", "RankError", "SimulationError", "StrictError",
 ]  # fmt: skip
 
 _ROOT = Path(__file__).parents[1]
@@ -98,15 +98,25 @@ class FallbackWarning(UserWarning):
     """
 
 
+class PieceWarning(UserWarning):
+    """Warns that a pickle, as ``torch.save`` writes it, holds only this rank's piece of a tensor.
+
+    >>> import warnings
+    >>> warnings.simplefilter("ignore", dt.errors.PieceWarning)
+    """
+
+
 warned: set[Hashable] = set()  # keys of ``warn_once``
 
 
-def warn_once(key: Hashable, text: Callable[[], str]) -> None:
-    """Issues a FallbackWarning with this text at the user's line, once for each ``key``."""
+def warn_once(
+    key: Hashable, text: Callable[[], str], category: type[Warning] = FallbackWarning
+) -> None:
+    """Issues a warning with this text at the user's line, once for each ``key``."""
     if key not in warned:
         warned.add(key)
         place = user_place(sys._getframe(1)) or ("unknown", 0)
-        warnings.warn_explicit(text(), FallbackWarning, *place)
+        warnings.warn_explicit(text(), category, *place)
 
 
 def name_of(func: Any) -> str:

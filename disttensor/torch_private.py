@@ -142,6 +142,12 @@ is_view: Callable[[torch.Tensor], bool] = need(
 STORAGE_ID = "_cdata"
 storage_id: Callable[[Any], int] = attrgetter(STORAGE_ID)
 
+
+def copied_storages(memo: dict[Any, Any]) -> dict[int, Any]:
+    """Returns the storages that a deepcopy has copied, by the ``storage_id`` of their source."""
+    return memo.get("torch", {})
+
+
 # The number of references in C++ to a tensor, and to its memory (views, other programs).
 tensor_users: Callable[[Any], int] = methodcaller("_use_count")
 _storage_use_count = need("to write where nobody looks", torch._C, "_storage_Use_Count")

@@ -42,7 +42,7 @@ MODULES = {
     ],
     "disttensor.errors": [
         "CaptureError", "CommError", "CustomFunctionError", "DistTensorError", "FallbackWarning",
-        "MismatchError", "RankError", "SimulationError", "StrictError",
+        "MismatchError", "PieceWarning", "RankError", "SimulationError", "StrictError",
     ],
     "disttensor.experts": ["combine_tokens", "dispatch_tokens", "expert_load"],
     "disttensor.fsdp": ["SegmentByAnchors", "SegmentBySize", "unshard"],

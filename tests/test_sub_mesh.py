@@ -232,6 +232,7 @@ def test_nobody_is_outside_of_a_sub_mesh(shape):
         same(dt.shard_tensor(data, mesh["tp"], [S(0)], src_rank=src), full)
 
 
+@pytest.mark.filterwarnings("ignore::disttensor.errors.PieceWarning")
 @on_ranks(4)
 def test_a_pickle_of_a_tensor_keeps_the_root_of_its_mesh():
     mesh = mesh_of((2, 2))

@@ -24,11 +24,13 @@ from disttensor.errors import refuse_collectives, warn_once
 from disttensor.tensor.backward import Backward
 from disttensor.tensor.base import as_parameter
 from disttensor.tensor.checkpointable import Checkpointable
-from disttensor.tensor.grad import Grad
+from disttensor.tensor.copies import Copies, warn_about_pickle
+from disttensor.tensor.grad import Grad, is_gradient
 from disttensor.tensor.hooks import Hooks
 from disttensor.tensor.in_place import InPlace
 from disttensor.tensor.metadata import Metadata
 from disttensor.tensor.reshard import resharded, target
+from disttensor.tensor.user_facts import user_attributes
 from disttensor.tensor.values import Values
 from disttensor.torch_private import compile_id, make_subclass
 
@@ -60,7 +62,7 @@ def _no_dispatch(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any =
     raise RuntimeError(f"{func} of a DistTensor: import disttensor, which defines how it runs")
 
 
-class DistTensor(Metadata, Grad, Backward, Hooks, InPlace, Values, Checkpointable):
+class DistTensor(Metadata, Grad, Backward, Hooks, InPlace, Values, Checkpointable, Copies):
     """A tensor on a mesh, made by ``shard_tensor``, ``from_local``, factories as ``zeros``, and by
     torch's functions of DistTensors.
 
@@ -143,25 +145,21 @@ class DistTensor(Metadata, Grad, Backward, Hooks, InPlace, Values, Checkpointabl
         how = self.placements if placements is None else placements
         return resharded(self, target(self.spec, mesh, how, None, None), fresh=True)
 
-    def __copy__(self) -> DistTensor:
-        """Returns a leaf in the same memory, as ``Tensor.__copy__`` does."""
-        out = self.detach()
-        if self.local.requires_grad:
-            out.requires_grad_()
-        return as_parameter(out) if self._is_param else out
-
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Returns ``rebuild`` and its arguments: this rank's piece, the spec, and this rank."""
+        """Returns ``rebuild`` and its arguments: this rank's piece, the spec, and this rank. Warns
+        if the piece is not the whole value."""
+        warn_about_pickle(self)
         spec = self.spec
         mesh = _mesh_parts(spec.mesh)
         if spec.mesh.root is not spec.mesh:
             mesh = *mesh, _mesh_parts(spec.mesh.root)
         local = self.local.detach()
-        if local.untyped_storage().nbytes() != local.nbytes:
-            local = local.clone()
+        if is_gradient(self) and local.untyped_storage().nbytes() != local.nbytes:
+            local = local.clone()  # its storage may be a bucket of many gradients
         flags = (self.local.requires_grad, self._is_param)
         layout = (spec.layout.dims, spec.layout.partial, spec.layout.custom)
-        return rebuild, (local, mesh, layout, tuple(spec.shape), spec.dtype, flags, world()[0])
+        args = local, mesh, layout, tuple(spec.shape), spec.dtype, flags, world()[0]
+        return rebuild, (*args, user_attributes(self))
 
 
 # Operators that torch's functions call from C++ to copy a tensor.
@@ -191,7 +189,7 @@ def _mesh_parts(mesh: ProcessMesh) -> tuple[Any, ...]:
 
 def rebuild(
     local: Tensor, mesh: Any, layout: Any, shape: Any, dtype: torch.dtype,
-    flags: tuple[bool, bool], saved_by: int,
+    flags: tuple[bool, bool], saved_by: int, attributes: Any = None,
 ) -> DistTensor:  # fmt: skip
     """Returns a DistTensor from a pickle: the piece of the rank ``saved_by``, and the spec.
 
@@ -218,4 +216,5 @@ def rebuild(
     else:
         local = scale_average_grad(local.detach().requires_grad_(flags[0]), spec)
     x = wrap(local, spec)
+    x.__dict__.update(attributes or {})
     return as_parameter(x) if flags[1] else x

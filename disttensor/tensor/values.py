@@ -1,16 +1,16 @@
-"""DistTensor as a Python value: its local, numbers, lists, arrays, text, copies."""
+"""DistTensor as a Python value: its local, numbers, lists, arrays, text."""
 
 # mypy: disable-error-code="override"
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
 
-from disttensor.autograd.grad_types import GradType, gradient_type, scale_average_grad
+from disttensor.autograd.grad_types import GradType, gradient_type
 from disttensor.checks import check_bool, check_sequence
 from disttensor.comm import objects
 from disttensor.comm.process_group import world
@@ -19,8 +19,7 @@ from disttensor.core.spec import DistSpec
 from disttensor.errors import user_line
 from disttensor.settings import Setting
 from disttensor.tensor import views
-from disttensor.tensor.base import MeshTensor, as_parameter
-from disttensor.tensor.grad import get_grad, set_grad
+from disttensor.tensor.base import MeshTensor
 from disttensor.tensor.reshard import resharded
 from disttensor.torch_private import storage_id
 
@@ -189,7 +188,7 @@ class Values(MeshTensor):
             raise TypeError("iteration over a 0-d tensor")
         return iter(torch.unbind(self, 0))
 
-    # Text and copies ------------------------------------------------------------------------------
+    # Text -----------------------------------------------------------------------------------------
 
     def __format__(self, spec: str) -> str:
         if self.spec.shape:
@@ -207,21 +206,3 @@ class Values(MeshTensor):
         if self.is_initialized:
             piece = f"rank {world()[0]}: {self.local.detach()!r}"
         return f"{kind}({self.spec!r} on {self.spec.mesh!r}{grad}; {piece})"
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        if id(self) in memo:
-            return memo[id(self)]
-        if not self.local.is_leaf:
-            raise RuntimeError(
-                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
-                "protocol"
-            )
-        local = self.local.detach().clone(memory_format=torch.preserve_format)
-        local.requires_grad_(self.local.requires_grad)
-        new = self.like(scale_average_grad(local, self.spec), self.spec)
-        memo[id(self)] = as_parameter(new) if self._is_param else new
-        grad = None if self._is_param else get_grad(self)  # as nn.Parameter does
-        # not in memo: the result of detach is freed soon, and its id is reused
-        if grad is not None:
-            set_grad(new, self.like(grad.local.detach(), grad.spec).__deepcopy__({}))
-        return new

@@ -19,7 +19,7 @@ import torch
 from disttensor.errors import name_of
 from disttensor.pytree import collect
 from disttensor.tensor.versions import count, mark_handed_out
-from disttensor.torch_private import make_subclass, storage_id
+from disttensor.torch_private import copied_storages, make_subclass, storage_id
 
 # storage -> the tensors of which a write to it changes something: copies in place of views, and
 # tensors with a kept reduction
@@ -188,6 +188,27 @@ def up_to_date(copy: Any) -> Iterator[None]:
         yield
     finally:
         _current.pop()
+
+
+# Deep copies --------------------------------------------------------------------------------------
+
+
+def copy_state(new: Any, x: Any, memo: dict[Any, Any]) -> None:
+    """Gives ``new``, a deepcopy of x, the strides of x off the mesh. If x or an earlier tensor of
+    the same deepcopy is a copy in place of a view, and its source was copied too, the new copy
+    follows the new source: a write to either would be visible in the other in one process."""
+    state = x._view_state
+    if state is not None and state.strides is not None:
+        like = torch.empty_strided(x.spec.shape, state.strides, device="meta")
+        view_state(new).strides = like.clone().stride() if x._is_param else state.strides
+    copies = memo.setdefault("disttensor", [])
+    if state is not None and state.func is not None and not x._is_param:
+        copies.append((new, state))
+    copied = copied_storages(memo)
+    for copy, of in copies:
+        found = tuple(copied[n] for n in map(storage_id, of.storages) if n in copied)
+        if found and (copy._view_state is None or len(copy._view_state.storages) < len(found)):
+            _follow(copy, of.func, found, None)
 
 
 # Off the mesh -------------------------------------------------------------------------------------

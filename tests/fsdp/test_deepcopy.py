@@ -152,6 +152,7 @@ def test_a_copy_beside_replicas(pattern: Any) -> None:
         check(pattern, meshes()["dp x fsdp"], options)
 
 
+@pytest.mark.filterwarnings("ignore::disttensor.errors.PieceWarning")
 @on_ranks(2)
 def test_what_cannot_be_copied() -> None:
     model = made({"stage": 3, "segments": ["one", "two"]}, meshes()["fsdp"])

@@ -272,6 +272,7 @@ def test_what_is_saved(stage):
         assert entry["exp_avg"].spec is p.spec and entry["exp_avg_sq"].spec is p.spec
 
 
+@pytest.mark.filterwarnings("ignore::disttensor.errors.PieceWarning")
 @stages
 @on_ranks(2)
 def test_a_run_resumes(stage):

@@ -13,6 +13,7 @@ import logging
 import pickle
 import random
 import time
+import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, redirect_stdout
@@ -89,8 +90,6 @@ act("detach")(lambda scene, x: scene.seen.append(x.detach()))
 act("grad")(lambda scene, x: print(x.grad))
 act("grad kept")(lambda scene, x: scene.seen.append(x.grad))
 act("grad_fn")(lambda scene, x: print(x.grad_fn, x.grad_fn.next_functions, x.is_leaf))
-act("pickle")(lambda scene, x: pickle.loads(pickle.dumps(x)))
-act("save")(lambda scene, x: torch.save(x.detach(), io.BytesIO()))
 act("copy")(lambda scene, x: scene.seen.append(copy.deepcopy(x.detach())))
 act("shallow copy")(lambda scene, x: scene.seen.append(copy.copy(x)))
 act("stride")(lambda scene, x: (x.stride(), x.is_contiguous(), x.storage_offset(), x.dim()))
@@ -102,6 +101,14 @@ act("keep")(lambda scene, x: scene.seen.append(x))
 act("drop")(lambda scene, x: scene.seen.clear())
 act("info")(lambda scene, x: print(dt.debugging.info()))
 act("explain")(lambda scene, x: print(dt.debugging.explain(torch.sum, x)))
+
+
+@act("pickle")
+def _(scene: Scene, x: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", dt.errors.PieceWarning)
+        pickle.loads(pickle.dumps(x))
+        torch.save(x.detach(), io.BytesIO())
 
 
 @act("whole value")

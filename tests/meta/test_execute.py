@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import disttensor as dt
 from disttensor import Shard
-from disttensor.errors import FallbackWarning
+from disttensor.errors import FallbackWarning, PieceWarning
 from disttensor.random import counter
 from tests.support.oracle import randint, randn
 from tests.support.pool import on_ranks
@@ -652,6 +652,7 @@ def check_alike(program):
     """Both stages run the program for the tensors of the first."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FallbackWarning)
+        warnings.simplefilter("ignore", PieceWarning)
         seen = repr(program(Place(stage_meshes()[0])))
     if program not in OUR_WORDS:
         assert seen.replace("DistTensor", "Tensor") == repr(program(PlainPlace())), program

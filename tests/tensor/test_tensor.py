@@ -30,6 +30,8 @@ from tests.support.layouts import (
 from tests.support.part import part
 from tests.support.pool import on_ranks
 
+PIECES = pytest.mark.filterwarnings("ignore::disttensor.errors.PieceWarning")
+
 METADATA = """
 x.shape; x.size(); x.size(1); x.size(-1); x.size(dim=0); x.stride(); x.stride(0); x.stride(-1)
 x.numel(); torch.numel(x); x.nelement()
@@ -194,6 +196,7 @@ def test_repr_is_the_spec_then_the_piece():
     assert str(x) == text and f"{x}" == text
 
 
+@PIECES
 @everywhere
 @pytest.mark.parametrize("parameter", [False, True])
 def test_copies_and_pickles(parameter):
@@ -226,6 +229,7 @@ class Mirrored(dt.Shard):
     """A placement of the test's own."""
 
 
+@PIECES
 @on_ranks(4)
 def test_a_pickle_of_another_ranks_piece_is_refused_by_all_ways(tmp_path):
     """Even and uneven pieces, empty ones, pending sums; ranks in and outside the mesh."""
@@ -275,6 +279,7 @@ def test_a_pickle_of_another_ranks_piece_is_refused_by_all_ways(tmp_path):
     assert pickle.loads(pickle.dumps(x)).spec is x.spec
 
 
+@PIECES
 @everywhere
 def test_a_saved_piece_is_no_larger_than_the_piece():
     x = dt.shard_tensor(torch.zeros(1 << 16), grid(), (dt.Shard(0), dt.Shard(0)))

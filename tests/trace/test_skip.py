@@ -564,6 +564,7 @@ def test_plain_inputs_run_the_forward(world):
     assert [count(module, torch.ones(4, 5), of="outer") for _ in range(3)] == [1, 1, 1]
 
 
+@pytest.mark.filterwarnings("ignore::disttensor.errors.PieceWarning")
 def test_copies_and_pickles(world):
     block, mesh = elsewhere(Block)
     block(value(mesh, 4, 5))

@@ -1,0 +1,108 @@
+"""Copies of a DistTensor: ``copy.copy``, ``copy.deepcopy``, and what a pickle adds to the piece.
+
+They keep what the copies of torch keep: attributes that the user set, the gradient, and memory that
+the tensors of one deepcopy share.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from types import SimpleNamespace
+from typing import Any, Self
+
+import torch
+from torch.utils.hooks import warn_if_has_hooks
+
+from disttensor.autograd.grad_types import scale_average_grad
+from disttensor.comm.process_group import world
+from disttensor.errors import PieceWarning, show_place, user_place, warn_once
+from disttensor.tensor import views
+from disttensor.tensor.base import MeshTensor, as_parameter
+from disttensor.tensor.grad import get_grad, is_gradient, set_grad
+from disttensor.tensor.user_facts import hooks_of, pass_attributes, user_attributes
+from disttensor.tensor.versions import mark_shared
+from disttensor.torch_private import copied_storages, storage_id
+
+Tensor = torch.Tensor
+
+
+def warn_about_pickle(x: MeshTensor) -> None:
+    """Warns, as torch does, that a pickle of x lacks its hooks. Warns once for each line of the
+    user if the pickle holds a part of the value only. A pickle is made by one rank: it sends
+    nothing, so it cannot hold the pieces of the others."""
+    _warn_about_hooks(x)
+    spec = x.spec
+    axes = (*spec.varies, *(a for a, _ in spec.layout.custom))
+    if x.is_initialized and all(spec.mesh.shape[a] == 1 for a in axes):
+        return
+    place = user_place(sys._getframe(1))
+    holds = "only the piece of this rank" if x.is_initialized else "no piece: it is off the mesh"
+    warn_once(
+        ("pickle", place),
+        lambda: (
+            f"rank {world()[0]} pickles {spec!r} on {spec.mesh!r} at {show_place(place)}: the "
+            f"pickle holds {holds}, and other ranks cannot load it. To save the whole value, call "
+            "on all ranks dt.Checkpointer(folder).save(step, name=...) or "
+            "torch.distributed.checkpoint.save, or pickle x.full_tensor(), a regular tensor. If "
+            "every rank pickles its own piece and loads it again, ignore this warning: "
+            'warnings.simplefilter("ignore", disttensor.errors.PieceWarning)'
+        ),
+        PieceWarning,
+    )
+
+
+def _warn_about_hooks(x: MeshTensor) -> None:
+    if not x._is_param:
+        warn_if_has_hooks(SimpleNamespace(_backward_hooks=hooks_of(x)[0]))
+
+
+class Copies(MeshTensor):
+    def __copy__(self: Any) -> Any:
+        """Returns a leaf in the same memory, as copy.copy of a regular tensor does."""
+        _warn_about_hooks(self)
+        out = self.detach()
+        if self.local.requires_grad:
+            out.requires_grad_()
+        pass_attributes(self, out)
+        return as_parameter(out) if self._is_param else out
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Returns a leaf in new memory. As in torch, a Parameter gets memory of its own, and loses
+        its gradient and the user's attributes; copies of other tensors share the memory that the
+        tensors of the same call share."""
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.local.is_leaf:
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
+                "protocol"
+            )
+        if self._view_state is not None:
+            views.check(self)
+        local = _copied_local(self, memo).requires_grad_(self.local.requires_grad)
+        new = memo[id(self)] = self.like(scale_average_grad(local, self.spec), self.spec)
+        views.copy_state(new, self, memo)
+        if self._is_param:
+            return as_parameter(new)
+        grad = get_grad(self)
+        if grad is not None:  # copy.deepcopy keeps it, so that no other tensor gets its id
+            set_grad(new, copy.deepcopy(grad, memo))
+        new.__dict__.update(copy.deepcopy(user_attributes(self), memo))
+        return new
+
+
+def _copied_local(x: MeshTensor, memo: dict[Any, Any]) -> Tensor:
+    """Returns a copy of the local of x. The storage of a local is copied whole, once for each
+    ``memo``, as torch does. A gradient is copied alone: its storage may be a bucket of many."""
+    local = x.local.detach()
+    storage, copied = local.untyped_storage(), copied_storages(memo)
+    is_copied = storage_id(storage) in copied
+    is_alone = is_gradient(x) and storage.nbytes() != local.nbytes and not is_copied
+    has_no_data = local.is_meta or type(local) is not Tensor  # such as a fake tensor
+    if x._is_param or not x.is_initialized or is_alone or has_no_data:
+        return local.clone(memory_format=torch.preserve_format)
+    new: Tensor = copy.deepcopy(local, memo)
+    if is_copied:
+        mark_shared(new)
+    return new
