@@ -26,7 +26,7 @@ from disttensor.torch_private import outside_modes, refuse_memory
 @lru_cache(maxsize=256)
 def _scalar(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Returns the element that all wrappers of a dtype share: NaN, or the largest integer, so that
-    a leak shows (``plain.data = x`` cannot be refused). Access to its memory raises an error."""
+    a leak shows. Access to its memory raises an error."""
     number: Any = float("nan")
     if not dtype.is_floating_point and not dtype.is_complex:
         number = dtype == torch.bool or min(torch.iinfo(dtype).max, 2**63 - 1)

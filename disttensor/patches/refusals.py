@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from disttensor.nn.parameters import slots
+from disttensor.patches.change import Undo
 from disttensor.pytree import collect
 from disttensor.tensor.dist_tensor import DistTensor
 
@@ -34,6 +35,30 @@ def data_parallel(self: Any, module: Any = None, *_: Any, **__: Any) -> None:
     """Refuses DistributedDataParallel and FSDP: they take pieces for replicas, or cut them
     again."""
     _check_parameters(module, type(self).__name__)
+
+
+def set_data() -> Undo:
+    """Refuses ``regular.data = x`` of a DistTensor: C++ would take the number that stands for the
+    elements of its wrapper. ``Tensor.data`` becomes a property of the same getter and setter."""
+    original: Any = torch.Tensor.data
+
+    def assign(self: Any, value: Any) -> None:
+        if isinstance(value, DistTensor) and not isinstance(self, DistTensor):
+            raise TypeError(
+                f"data of a regular tensor: the value is {value.spec!r}, a DistTensor, which has "
+                "another memory on each rank. Give the global value, value.full_tensor(), or the "
+                "piece of this rank, value.to_local(); or shard the module that holds the tensor "
+                "first (dt.shard_module)"
+            )
+        original.__set__(self, value)
+
+    own: Any = torch.Tensor
+    own.data = property(original.__get__, assign, original.__delete__, original.__doc__)
+
+    def undo() -> None:
+        del own.data
+
+    return undo
 
 
 @wrap_check

@@ -99,6 +99,12 @@ TABLE = (
         ),
     ),
     Change(
+        "torch.Tensor.data",
+        "``regular.data = x`` of a DistTensor would set NaN. It raises an error instead.",
+        "None: the setter calls __torch_function__ of the tensor that is set, not of the value.",
+        refusals.set_data,
+    ),
+    Change(
         "torch.nn.parallel.DistributedDataParallel",
         "It would treat the pieces of DistTensors as replicas. It raises an error instead.",
         "None: it reads parameters in C++.",

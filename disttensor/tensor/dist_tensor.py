@@ -111,7 +111,13 @@ class DistTensor(Metadata, Grad, Backward, Hooks, InPlace, Values, Checkpointabl
         out: DistTensor | None = None
         if func is torch.ops.aten.detach.default:
             out = x.detach()
-        elif func in _COPIES and isinstance(x, DistTensor) and not x.requires_grad:
+        elif func is torch.ops.aten.detach_.default:
+            out = x.detach_()
+        elif (
+            func in _COPIES
+            and isinstance(x, DistTensor)
+            and not (x.requires_grad and torch.is_grad_enabled())
+        ):
             local = func(x.local, *args[1:], **(kwargs or {}))
             out = wrap(local, x.spec.with_dtype(local.dtype))
         if out is not None:
@@ -165,7 +171,7 @@ class DistTensor(Metadata, Grad, Backward, Hooks, InPlace, Values, Checkpointabl
 # Operators that torch's functions call from C++ to copy a tensor.
 _COPIES = (
     torch.ops.aten._to_copy.default, torch.ops.aten.alias.default, torch.ops.aten.clone.default,
-    torch.ops.aten.lift_fresh.default,
+    torch.ops.aten.lift_fresh.default, torch.ops.aten.to.device,  # to: under inference_mode
 )  # fmt: skip
 
 

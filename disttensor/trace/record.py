@@ -78,9 +78,6 @@ class Program(NamedTuple):
     scope: dict[str, Any]
 
 
-_SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
-
-
 class Ambient(NamedTuple):
     """State outside of a call on which its result may depend."""
 
@@ -183,7 +180,7 @@ class CallRecorder(Observer):
         if DistTensor in types:
             if is_dynamic(func, args, kwargs):
                 self.refuse(f"{name_of(func)}: the shape of its result depends on data")
-            if func is _SET_DATA:  # changes a wrapper below its class
+            if func == Tensor.data.__set__:  # type: ignore[attr-defined]  # changes a wrapper below its class
                 with no_torch_function():
                     return func(*args, **kwargs)
             self.within += 1

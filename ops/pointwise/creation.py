@@ -69,10 +69,15 @@ def new_full(input: Arg, size: Any, fill_value: Any, **kwargs: Any) -> Factors:
 @rule(torch.Tensor.new_tensor, exact=True)
 def new_tensor(input: Arg, data: Any, **kwargs: Any) -> Factors:
     """replicated: the data are the whole value on every rank"""
-    if isinstance(data, Arg):
-        raise NoRule("data that are a tensor")
+    if _holds_tensor(data):
+        raise NoRule("data that are or hold a tensor")
     shape = tuple(torch.as_tensor(data).shape)
     return replicated(input, shape)
+
+
+def _holds_tensor(data: Any) -> bool:
+    parts = data if isinstance(data, (list, tuple)) else ()
+    return isinstance(data, Arg) or any(map(_holds_tensor, parts))
 
 
 @rule(torch.Tensor.new, exact=True)

@@ -488,6 +488,15 @@ def attended_by_flex_attention() -> None:
         assert on_heads(q, q, q).full_tensor().allclose(torch.ones(2, 2, 16, 4))
 
 
+def set_data() -> None:
+    x, y = torch.zeros(3), nn.Parameter(torch.zeros(3))
+    for regular in (x, y):
+        with pytest.raises(TypeError, match="data of a regular tensor"):
+            regular.data = dt.ones(3, mesh=line())
+    x.data = y.data = torch.ones(3)
+    assert torch.equal(x.data, y.detach()) and y.data.requires_grad is False
+
+
 def sharded_and_vmapped() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
     dt.fully_shard(model, mesh=line(), segments=["0", "2"])
@@ -510,6 +519,7 @@ WRAPPERS = (
 PROGRAMS: dict[str, Callable[[], None]] = {
     "torch.autograd.Function.apply": custom_function,
     "torch.autograd.backward, torch.autograd.grad": sharded_and_vmapped,
+    "torch.Tensor.data": set_data,
     **{name: functools.partial(wrapped, name) for name in WRAPPERS},
     "torch.nn.attention.flex_attention": attended_by_flex_attention,
     "torch.cuda.jiterator": compiled_for_cuda,
