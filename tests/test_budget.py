@@ -48,7 +48,7 @@ LINES = {
     "reshard": 1_604,
     "root": 2_320,
     "simulate": 5_066,
-    "tensor": 3_312,
+    "tensor": 3_323,
     "trace": 2_424,
 }  # fmt: skip
 MUTABLE = 109  # objects of modules that change: dicts, lists, sets, caches, context variables

@@ -12,8 +12,10 @@ Every rank that has a hook reduces, so all ranks of the mesh register their hook
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,11 +59,13 @@ class LeafHooks:
             self.watch(leaf)
 
     def watch(self, leaf: Tensor) -> None:
-        """Lets autograd report the gradients of ``leaf``, one of the leaves of x."""
+        """Lets autograd report the gradients of ``leaf``, one of the leaves of x. The hook keeps x
+        alive as long as the leaf is in a graph. Only a weak reference is in the other: the garbage
+        collector does not see what it keeps."""
         is_frozen = not leaf.requires_grad
         leaf.requires_grad_()
         leaf.register_hook(self._arrives)
-        leaf.register_post_accumulate_grad_hook(self._accumulated)
+        leaf.register_post_accumulate_grad_hook(partial(_accumulated, weakref.ref(self)))
         if is_frozen:
             leaf.requires_grad_(False)
 
@@ -83,7 +87,8 @@ class LeafHooks:
             self._earlier.append((axes, leaf, earlier))
             leaf.grad = None
 
-    def _accumulated(self, _: Tensor) -> None:
+    def note_accumulated(self) -> None:
+        """Runs the hooks after accumulation at the end of this backward."""
         if self.post_hooks and self._posted != this_backward():
             self._posted = this_backward()
             run_last(self._after)
@@ -149,6 +154,12 @@ class LeafHooks:
         if isinstance(out, MeshTensor):  # the next hook gets the same object
             return resharded(out, total.spec)
         return total.like(local_of_global(out, total.spec), total.spec)
+
+
+def _accumulated(hooks: weakref.ref[LeafHooks], _: Tensor) -> None:
+    found = hooks()
+    if found is not None:
+        found.note_accumulated()
 
 
 def leaf_hooks(x: MeshTensor) -> LeafHooks:
