@@ -68,7 +68,7 @@ def all_reduce(
     x = wire.check_memory("all_reduce", x, op) if inplace else x
     if n == 1:
         return _complete(x.detach(), async_op)
-    buffer, decode = (x, None) if inplace else wire.encode(x, op)
+    buffer, decode = wire.encode_memory(x) if inplace else wire.encode(x, op)
     native, before, after = wire.scale_factors(op, buffer, group)
     if not inplace and (decode is None or x.dtype.is_complex):  # not a copy yet
         buffer = buffer.clone() if before == 1 else buffer * before
@@ -147,12 +147,14 @@ def reduce_scatter(
     if n == 1:
         part = x.detach().reshape(shape)
         return _complete(part if out is None else out.copy_(part), async_op)
-    buffer, decode = wire.encode(x, op) if out is None else (x, None)
+    buffer, decode = wire.encode(x, op) if out is None else wire.encode_memory(x)
     if not group.in_rank_order:
         buffer = group.to_backend(buffer.reshape(n, -1))
     if out is None:
-        out = buffer.new_empty((*shape, 2) if x.dtype.is_complex else shape)
-    total, share = out, (n - 1) / n
+        total = buffer.new_empty((*shape, 2) if x.dtype.is_complex else shape)
+    else:
+        total = wire.encode_memory(out)[0]
+    share = (n - 1) / n
     into = _target(total, decode, x)
     if async_op and op in ("sum", "avg") and backend_name(group.pg, x.device) == "gloo":
         # gloo's own runs in the calling thread, and costs two to three times an exchange.

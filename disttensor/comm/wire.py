@@ -57,7 +57,8 @@ def match_shapes(one: Tensor, all_: Tensor) -> tuple[Tensor, Tensor]:
 def check_memory(kind: str, x: Tensor, op: str = "") -> Tensor:
     """Returns x, detached. Raises if its memory cannot be sent (with ``op``: reduced) directly."""
     has_memory = x.is_contiguous() and not (x.is_conj() or x.is_neg() or x._is_zerotensor())
-    encoded = x.dtype not in NATIVE or (op in ("max", "min") and x.dtype.is_floating_point)
+    real = x.dtype in NATIVE or (x.dtype.is_complex and op in ("sum", "avg"))
+    encoded = not real or (op in ("max", "min") and x.dtype.is_floating_point)
     if not has_memory or (op and encoded):
         raise CommError(
             f"{kind} in place or into a given tensor sends memory as it is: contiguous, and for a "
@@ -81,6 +82,11 @@ def _check_average(x: Tensor, op: str) -> None:
         raise CommError(
             f"the average of {x.dtype} values is not {x.dtype}: reduce with 'sum' and divide"
         )
+
+
+def encode_memory(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
+    """Returns the memory of x, which is summed as it is, and its decoding function (or None)."""
+    return (torch.view_as_real(x), torch.view_as_complex) if x.dtype.is_complex else (x, None)
 
 
 def encode(x: Tensor, op: str) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:

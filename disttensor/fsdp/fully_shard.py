@@ -130,7 +130,9 @@ def shard_data_parallel(
         if shard_axis is not None and name not in split:
             axis = p.spec.mesh.axis(shard_axis)
         policy = policies.of[places[id(p)][0].owner]
-        dtype = (p.dtype.is_floating_point and policy.param_dtype) or p.dtype
+        if not p.dtype.is_floating_point:  # dtypes of a policy are real ones
+            return FSDPParam(name, p, places[id(p)], axis, p.dtype, p.dtype)
+        dtype = policy.param_dtype or p.dtype
         return FSDPParam(name, p, places[id(p)], axis, dtype, policy.reduce_dtype or dtype)
 
     def segment_of(spec: SegmentSpec) -> Segment:

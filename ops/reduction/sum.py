@@ -152,9 +152,8 @@ class _Product(torch.autograd.Function):
         if torch.is_grad_enabled():  # the gradient will be differentiated
             value = _Product.apply(x, value, *ctx.with_)
         call, axes = ctx.with_
-        return call.collectives.pvary(grad, axes) * (call.collectives.pvary(value, axes) / x), *[
-            None
-        ] * 3
+        others = call.collectives.pvary(value, axes) / x
+        return call.collectives.pvary(grad, axes) * others.conj(), None, None, None
 
 
 @rule(torch.prod)
