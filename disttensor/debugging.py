@@ -6,6 +6,7 @@
 0
 """
 
+from disttensor.api.compare_regular import compare_regular
 from disttensor.api.info import info
 from disttensor.api.pieces import pieces
 from disttensor.comm.compare_collectives import compare_ranks
@@ -15,6 +16,6 @@ from disttensor.dispatch.strict import strict
 from disttensor.fsdp.replicas import check_replicas
 
 __all__ = [
-    "CommLog", "CommRecord", "Explanation", "check_replicas", "compare_ranks", "explain", "info",
-    "pieces", "record_comms", "strict",
+    "CommLog", "CommRecord", "Explanation", "check_replicas", "compare_ranks", "compare_regular",
+    "explain", "info", "pieces", "record_comms", "strict",
 ]  # fmt: skip

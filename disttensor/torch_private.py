@@ -8,6 +8,7 @@ functions that rules are registered for by name (``torch._foreach_add``); they a
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import sys
 import threading
@@ -281,19 +282,11 @@ def read_embedded(state: torch.Tensor, count: int) -> tuple[tuple[int, ...] | No
     return found if mark == _MARK else None, bytes(words)
 
 
-def seeded_since() -> bool:
-    """Returns True if torch's default generator was seeded since the last call.
-
-    A newly seeded generator has 1 word left and is at word 0. This function moves it to the last
-    word: the next numbers are the same, and the next call returns False.
-    """
-    state = torch.default_generator.get_state()
-    words = _words_of(state)
-    if words[2] != 1 or words[4] != 0:
-        return False
-    words[4] = 624
-    torch.default_generator.set_state(state)
-    return True
+def set_generator_method(name: str, method: Any) -> None:
+    """Sets a method of ``torch.Generator``, a class of C that has no setattr."""
+    (methods,) = gc.get_referents(vars(torch.Generator))
+    methods[name] = method
+    ctypes.pythonapi.PyType_Modified(ctypes.py_object(torch.Generator))
 
 
 def _words_of(state: torch.Tensor) -> Any:

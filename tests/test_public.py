@@ -37,8 +37,8 @@ NAMES = [
 MODULES = {
     "disttensor.attention": ["Balanced", "policy"],
     "disttensor.debugging": [
-        "CommLog", "CommRecord", "Explanation", "check_replicas", "compare_ranks", "explain",
-        "info", "pieces", "record_comms", "strict",
+        "CommLog", "CommRecord", "Explanation", "check_replicas", "compare_ranks",
+        "compare_regular", "explain", "info", "pieces", "record_comms", "strict",
     ],
     "disttensor.errors": [
         "CaptureError", "CommError", "CustomFunctionError", "DistTensorError", "FallbackWarning",

@@ -22,6 +22,7 @@ forward are entered again (``callbacks.recompute_contexts``).
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -100,15 +101,18 @@ def region() -> Any:
     return None if run is None else weakref.ref(run)
 
 
-def repeated_note(run: Run | None, sure: bool = True) -> Any:
-    """Returns the note of the random call that a recomputation is about to repeat, or None if its
-    numbers are new.
-
-    Raises RuntimeError if the recomputation draws more often than the forward; returns None then
-    if it is not ``sure`` that the call will draw.
-    """
+def next_note(run: Run | None, fits: Callable[[Any], bool] = lambda _: True) -> Any:
+    """Returns the first note that a recomputation has not taken yet, of those that fit; None if
+    there is none, or no recomputation."""
     source = recompute_around(run)
-    if source is None or (not sure and source.taken >= len(source.notes)):
+    return None if source is None else next(filter(fits, source.notes[source.taken :]), None)
+
+
+def repeated_note(run: Run | None) -> Any:
+    """Returns the note of the random call that a recomputation is about to repeat, or None if its
+    numbers are new. Raises RuntimeError if the recomputation draws more often than the forward."""
+    source = recompute_around(run)
+    if source is None:
         return None
     if source.taken >= len(source.notes):
         raise RuntimeError(

@@ -37,16 +37,23 @@ _running = threading.local()
 
 
 def run_body(planned: PythonCall, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Runs the Python body of a function; gathers if there is none, or in a recursive call."""
+    """Runs the Python body of a function, which draws numbers of regular tensors alike on all
+    ranks; gathers if there is none, or in a recursive call."""
     func = planned.func
     body, running = body_of(func), _running.__dict__.setdefault("functions", set())
     if body is None or func in running:
         return gather_and_run(planned, args, kwargs)
     running.add(func)
     try:
-        return body(*args, **kwargs)
+        with fork_generators(_a_mesh((args, kwargs))):
+            return body(*args, **kwargs)
     finally:
         running.discard(func)
+
+
+def _a_mesh(value: Any) -> Any:
+    """Returns the mesh of the first DistTensor."""
+    return collect(value, [], DistTensor)[0].spec.mesh
 
 
 def writes(func: Function) -> bool:
@@ -194,10 +201,23 @@ def wrap_full(out: Any, mesh: Any, given: dict[int, DistTensor]) -> Any:
 def run_into_out(planned: PythonCall, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Runs the call, then copies the result into ``out=``, which keeps its placement; a regular
     tensor receives the full value. Raises RuntimeError where torch does: for a dtype that cannot
-    hold the result, and for a call that autograd would record."""
+    hold the result, and for a call that autograd would record.
+
+    If no argument is a DistTensor, torch writes full tensors of the dtypes of ``out=``, with the
+    same random numbers on all ranks.
+    """
     rest = {k: v for k, v in kwargs.items() if k != "out"}
     func, out = planned.func, kwargs["out"]
-    result = func(*args, **rest)
+
+    def whole(x: Tensor) -> Tensor:
+        s = getattr(x, "spec", None)
+        return x if s is None else torch.empty(s.shape, dtype=s.dtype, device=s.mesh.device)
+
+    if collect((args, rest), [], DistTensor):
+        result = func(*args, **rest)
+    else:
+        with fork_generators(_a_mesh(out)):
+            result = func(*args, **rest, out=substitute(out, whole))
     targets = out if isinstance(out, (list, tuple)) else (out,)
     results = result if isinstance(result, (list, tuple)) else (result,)
     for target, value in zip(targets, results, strict=True):

@@ -18,8 +18,8 @@ from disttensor import callbacks
 from disttensor.autograd.activation_checkpoint import (
     add_note,
     current_run,
+    next_note,
     recompute_around,
-    repeated_note,
 )
 from disttensor.checks import argument_error, check_callable
 from disttensor.graphs.local_program import compiled, reads_what_it_wrote
@@ -175,7 +175,7 @@ class CompiledForward(Replay):
         if here is not None and current_backward() != -1:
             again = recompute_around(here)
             # A recomputation saves the tensors that its forward has saved.
-            if again is None or repeated_note(here, sure=False) is not self:
+            if again is None or next_note(here) is not self:
                 return self.eager(*args, **kwargs)
         return super().__call__(*args, **kwargs)
 

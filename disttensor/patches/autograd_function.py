@@ -6,7 +6,7 @@ the gradient would be lost silently.
 The code of a function may also use DistTensors of a closure or a module: results and gradients that
 are DistTensors are gathered, and ``torch.autograd.grad`` finds the DistTensors of the full
 arguments (``DIST_ARGUMENTS``). The state around its forward, such as gathered parameters, is set up
-again for its backward.
+again for its backward. Random numbers of regular tensors are drawn alike on all ranks in both.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from disttensor.dispatch.fallback import gather_and_run
 from disttensor.errors import CustomFunctionError, refuse_collectives, user_line
 from disttensor.observe import begin_call, observers, run_step
 from disttensor.pytree import collect, substitute
+from disttensor.random.state import LaterDraws
 from disttensor.tensor.awaited import Awaited
 from disttensor.tensor.backward import DIST_ARGUMENTS
 from disttensor.tensor.base import MeshTensor
@@ -38,8 +39,8 @@ from disttensor.tensor.reshard import resharded_local
 
 _OURS = frozenset({DistTensor, Awaited})
 _runners: Cache[Any, Callable[..., Any]] = Cache(256)
-# The arguments of the present call, before they were gathered
-GIVEN: ContextVar[Sequence[Any]] = ContextVar("arguments of a custom function", default=())
+# The arguments of the present call, before they were gathered, and the numbers of its backward
+GIVEN: ContextVar[tuple[Sequence[Any], Any]] = ContextVar("arguments of a custom function")
 
 
 def wrap_apply(original: Any) -> Any:
@@ -78,7 +79,8 @@ def _runner(cls: Any, original: Any) -> Callable[..., Any]:
 
     def run(args: Sequence[Any], kwargs: Any) -> Any:
         begin_call(planned)
-        with callbacks.set_during(GIVEN, args):
+        draws = LaterDraws(collect(args, [], DistTensor)[0].spec.mesh)
+        with callbacks.set_during(GIVEN, (args, draws)):
             return gather_and_run(planned, args, kwargs)
 
     _runners[cls] = run
@@ -117,14 +119,14 @@ def on_wholes(cls: Any) -> Any:
             return _run(cls.forward, _behind(args), *args)[0]
 
         def setup_context(ctx: Any, inputs: Any, output: Any) -> Any:
-            ctx.behind, ctx.around = _behind(inputs), [*callbacks.recompute_contexts.values()]
+            _prepare(ctx, inputs)
             return cls.setup_context(ctx, inputs, output)
 
         functions: dict[str, Any] = {"forward": forward_alone, "setup_context": setup_context}
     else:
 
         def forward(ctx: Any, *args: Any) -> Any:
-            ctx.behind, ctx.around = _behind(args), [*callbacks.recompute_contexts.values()]
+            _prepare(ctx, args)
             out, made = _run(cls.forward, ctx.behind, ctx, *args)
             if made and ctx.non_differentiable:
                 ctx.mark_non_differentiable(*[made.get(id(t), t) for t in ctx.non_differentiable])
@@ -146,10 +148,16 @@ def on_wholes(cls: Any) -> Any:
     )
 
 
+def _prepare(ctx: Any, inputs: Sequence[Any]) -> None:
+    """Keeps what the backward needs."""
+    ctx.behind = _behind(inputs)
+    ctx.around = [*callbacks.recompute_contexts.values(), GIVEN.get()[1].seeded]
+
+
 def _behind(wholes: Sequence[Any]) -> WeakTensorKeyDictionary:
     """Returns weak references to the DistTensors of which the whole arguments were made: the node
     must not keep them alive."""
-    pairs = zip(wholes, GIVEN.get(), strict=False)
+    pairs = zip(wholes, GIVEN.get()[0], strict=False)
     found = {t: weakref.ref(x) for t, x in pairs if isinstance(x, MeshTensor)}
     return WeakTensorKeyDictionary(found)
 

@@ -18,6 +18,7 @@ from disttensor.patches import (
     backward_hooks,
     checkpoint,
     clip_grad,
+    draws,
     refusals,
     state_dicts,
     tracers,
@@ -25,7 +26,13 @@ from disttensor.patches import (
 from disttensor.patches.change import Change, Make, Undo, append_to, join, once_imported, replace
 from disttensor.random import counter
 from disttensor.tensor.dist_tensor import DistTensor, rebuild
-from disttensor.torch_private import default_group, foreach_types, jit_tracers, transform_ends
+from disttensor.torch_private import (
+    default_group,
+    foreach_types,
+    jit_tracers,
+    set_generator_method,
+    transform_ends,
+)
 from disttensor.trace import module_guard
 
 _undo: dict[str, Undo] = {}
@@ -62,6 +69,18 @@ def _report_failures() -> Undo:
     if default_group() is not None:
         failure_watch.watch()
     return failure_watch.unwatch
+
+
+def _see_seeds() -> Undo:
+    original = torch.Generator.manual_seed
+    after = counter.wrap_generator_seed(original)
+    set_generator_method("manual_seed", after)
+
+    def undo() -> None:
+        if torch.Generator.manual_seed is after:
+            set_generator_method("manual_seed", original)
+
+    return undo
 
 
 def _guard_modules() -> Undo:
@@ -213,16 +232,37 @@ TABLE = (
         replace(init.wrap_sparse, "torch.nn.init:sparse_"),
     ),
     Change(
-        "torch.manual_seed, torch.get_rng_state, torch.set_rng_state",
-        "The count of random calls would not be reset by a seed, nor saved and restored with the "
-        "state.",
+        "torch.distributions: sample, rsample",
+        "Most draw regular tensors from torch's own generator, which differs between ranks.",
+        "None: they do not call __torch_function__.",
+        join(*[replace(draws.wrap_draws, place) for place in draws.SAMPLERS]),
+    ),
+    Change(
+        "torch.nn.utils.prune.random_structured, torch.nn.utils.parametrizations.orthogonal",
+        "As for torch.distributions.",
+        "None: they do not call __torch_function__.",
+        join(
+            replace(draws.wrap_draws, "torch.nn.utils.prune:RandomStructured.compute_mask"),
+            replace(draws.wrap_draws, "torch.nn.utils.parametrizations:_Orthogonal.right_inverse"),
+        ),
+    ),
+    Change(
+        "torch.get_rng_state, torch.set_rng_state",
+        "The count of random calls would not be saved and restored with the state.",
         "None: a torch.Generator cannot hold the count.",
         join(
             *[
                 replace(getattr(counter, f"wrap_{name}"), f"torch:{name}", f"torch.random:{name}")
-                for name in ("manual_seed", "get_rng_state", "set_rng_state")
+                for name in ("get_rng_state", "set_rng_state")
             ]
         ),
+    ),
+    Change(
+        "torch.Generator.manual_seed",
+        "A seed given to the default generator, as by torch.manual_seed, would not reset the count "
+        "of random calls. If it is the present seed, its state does not show that it was given.",
+        "As for torch.get_rng_state.",
+        _see_seeds,
     ),
     Change(
         "torch.optim: functions on lists",

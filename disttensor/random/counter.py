@@ -7,9 +7,9 @@ torch's functions that set, read and restore random numbers do the same for Dist
     torch.set_rng_state(state)   restores both; ``fork_rng`` and checkpoints use these two functions
 
 Numbers drawn for regular tensors move torch's generator and not the count, so ranks may draw
-different amounts of them. Methods of ``torch.default_generator`` are not visible to Python code.
-After them the next random call detects that the generator has another seed, or was seeded and has
-drawn nothing since. After ``set_state`` the numbers of that seed continue.
+different amounts of them. ``torch.default_generator.manual_seed`` restarts the count too. After
+``torch.default_generator.set_state`` the next random call detects that the generator has another
+seed, and the numbers of that seed continue.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 
 from disttensor.cache import Cache
 from disttensor.checks import check_int
-from disttensor.torch_private import embed, read_embedded, seeded_since
+from disttensor.torch_private import embed, read_embedded
 
 _M64 = (1 << 64) - 1
 
@@ -34,6 +34,7 @@ class _State:
     of: int | None = None  # the seed of torch's generator when ``seed`` was set
     restarts = 0  # number of times that ``seed`` was set
     inside = 0  # greater than 0 while torch's generator is seeded for a call
+    fork = (0, 0), 0  # the innermost ``fork_generators``: seed and call, blocks with the same
     left: Cache[int, tuple[int, int]] = Cache(64, lasting=True)  # by ``of``: seed and calls
 
 
@@ -55,9 +56,7 @@ def get_state() -> tuple[int, int]:
     """Returns (seed, random calls so far)."""
     if not _State.inside:
         of = torch.default_generator.initial_seed()
-        if seeded_since():
-            set_state(of, 0)
-        elif of != _State.of:
+        if of != _State.of:
             set_state(*_State.left.get(of, (of, 0)))
     return _State.seed, _State.calls
 
@@ -66,7 +65,6 @@ def set_state(seed: int, calls: int) -> None:
     """Continues as after ``calls`` random calls of ``manual_seed(seed)``."""
     if _State.of is not None:
         _State.left[_State.of] = _State.seed, _State.calls
-    seeded_since()
     _State.seed, _State.calls = seed & _M64, calls
     _State.of = torch.default_generator.initial_seed()
     _State.restarts += 1
@@ -82,11 +80,14 @@ def count() -> tuple[int, int]:
 # Changes to torch (``disttensor.patches``) --------------------------------------------------------
 
 
-def wrap_manual_seed(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_generator_seed(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``torch.Generator.manual_seed``, which ``torch.manual_seed`` calls."""
+
     @wraps(original)
-    def manual_seed(seed: Any) -> Any:
-        generator = original(seed)
-        set_state(torch.default_generator.initial_seed(), 0)
+    def manual_seed(self: Any, seed: Any) -> Any:
+        generator = original(self, seed)
+        if self is torch.default_generator and not _State.inside:
+            set_state(self.initial_seed(), 0)
         return generator
 
     return manual_seed

@@ -17,8 +17,7 @@ of its forward: see disttensor.autograd.activation_checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +31,7 @@ from disttensor.core.spec import DistSpec
 from disttensor.random import counter, distributions
 from disttensor.random.philox import Source, derive
 from disttensor.settings import Setting
-from disttensor.torch_private import no_dispatch, no_function_mode
+from disttensor.torch_private import current_backward, no_dispatch, no_function_mode
 from reshard import cross_mesh
 
 Tensor = torch.Tensor
@@ -86,11 +85,7 @@ class RandomDraw:
         return numbers if bare is piece else cross_mesh.run(numbers, bare, piece)
 
     def seeded(self, axes: Axes, device: torch.device) -> Seeded:
-        place = self.mesh.coordinate or (0,) * self.mesh.ndim
-        number = 0
-        for a in sorted(axes):
-            number = number * self.mesh.shape[a] + place[a]
-        return Seeded(derive(*self.key) + number, device)
+        return Seeded(derive(*self.key) + _place(self.mesh, axes), device)
 
 
 def draw(mesh: ProcessMesh, default: str, generator: torch.Generator | None = None) -> RandomDraw:
@@ -120,8 +115,10 @@ def generator_in(args: Any, kwargs: Any) -> torch.Generator | None:
 
 
 def generator_for_one(mesh: ProcessMesh, generator: torch.Generator) -> torch.Generator:
-    """Returns a generator for one call that runs whole on each rank. The user's generator draws one
-    number, also on ranks off the mesh."""
+    """Returns a generator for one call that runs whole on each rank, in ``fork_generators``. The
+    user's generator draws one number, also on ranks off the mesh."""
+    if generator is _generator(generator.device):
+        return generator
     note = draw(mesh, "fast", generator).key
     return torch.Generator(generator.device).manual_seed(derive(*note))
 
@@ -198,41 +195,101 @@ def _generator(device: torch.device) -> torch.Generator:
     return torch.default_generator
 
 
-def _seeded() -> None:
+def _show_seeds() -> None:
     for o in observe.seeing_calls():
         o.seed()
 
 
-@contextmanager
-def fork_generators(mesh: ProcessMesh, axes: Axes = ()) -> Iterator[None]:
+def _place(mesh: ProcessMesh, axes: Axes) -> int:
+    """Returns the number of this rank's place on ``axes``."""
+    place, number = mesh.coordinate or (0,) * mesh.ndim, 0
+    for a in sorted(axes):
+        number = number * mesh.shape[a] + place[a]
+    return number
+
+
+class _SeededGenerators:
+    """Seeds torch's generators of the CPU and of the mesh's device in the block, and restores
+    them. ``drew``: whether the block drew from them."""
+
+    def __init__(self, mesh: ProcessMesh, seed: int) -> None:
+        devices = [mesh.device] if mesh.device.type == "cpu" else [torch.device("cpu"), mesh.device]
+        self.each = [Seeded(seed, device) for device in devices]
+        self.drew = False
+
+    def _states(self) -> list[Tensor]:
+        with no_dispatch(), no_function_mode():
+            return [one.generator.get_state() for one in self.each]
+
+    def __enter__(self) -> None:
+        for one in self.each:
+            one.__enter__()
+        self.first = self._states()
+        _show_seeds()
+
+    def __exit__(self, *_: object) -> None:
+        with no_dispatch(), no_function_mode():
+            self.drew = not all(map(torch.equal, self.first, self._states()))
+        for one in self.each:
+            one.__exit__()
+        _show_seeds()
+
+
+class fork_generators:
     """Seeds torch's generators alike on all ranks of one place on ``axes``, and restores them. The
     block counts as a random call only if it draws: whether a function falls back may depend on the
-    mesh."""
-    where = activation_checkpoint.current_run()
-    note = activation_checkpoint.repeated_note(where, sure=False)
-    if note is None:
-        seed, calls = counter.get_state()
-        fresh = Note(seed, calls + 1, False)
-    else:
-        fresh = note
-    devices = {"cpu": torch.device("cpu"), mesh.device.type: mesh.device}
-    contexts = [RandomDraw(fresh, mesh).seeded(axes, device) for device in devices.values()]
-    entered = []
-    drawn = False
-    try:
-        for context in contexts:
-            entered.append((context.__enter__(), context.generator.get_state()))
-        _seeded()
-        yield
-    finally:
-        for context, before in entered:
-            with no_function_mode():
-                drawn = drawn or not torch.equal(before, context.generator.get_state())
-            context.__exit__(None, None, None)
-        _seeded()
-    if drawn:
+    mesh.
+
+    Blocks nest. A block has the number of the first random call inside, and hashes in how many
+    blocks of this number it is, so that no two seeds are equal.
+    """
+
+    def __init__(self, mesh: ProcessMesh, axes: Axes = ()) -> None:
+        self.mesh, self.axes = mesh, axes
+
+    def __enter__(self) -> None:
+        self.where = activation_checkpoint.current_run()
+        note = activation_checkpoint.next_note(self.where, _is_counted)
+        self.is_new = note is None
         if note is None:
-            activation_checkpoint.repeated_note(where)  # raises an error if the forward drew less
-            counter.count()
-            compare_programs.record_draw(mesh, fresh.seed, fresh.call)
-        activation_checkpoint.add_note(where, fresh)
+            seed, calls = counter.get_state()
+            note = Note(seed, calls + 1, False)
+        self.note, self.around = note, counter._State.fork
+        key = note[:2]
+        depth = self.around[1] + 1 if self.around[0] == key else 1
+        self.seeded = _SeededGenerators(
+            self.mesh, derive(*key, depth) + _place(self.mesh, self.axes)
+        )
+        self.seeded.__enter__()
+        counter._State.fork = key, depth
+
+    def __exit__(self, *_: object) -> None:
+        counter._State.fork = self.around
+        self.seeded.__exit__()
+        if self.seeded.drew:
+            if self.is_new:
+                # raises an error if the forward drew less
+                activation_checkpoint.repeated_note(self.where)
+                counter.count()
+                compare_programs.record_draw(self.mesh, self.note.seed, self.note.call)
+            activation_checkpoint.add_note(self.where, self.note)
+
+
+def _is_counted(note: Any) -> bool:
+    """Returns True for a random call whose numbers are not those of a user's generator."""
+    return type(note) is Note and note.call > 0
+
+
+class LaterDraws:
+    """The numbers that the backward of a node draws for regular tensors. They are counted in the
+    forward: a rank off the mesh runs no backward."""
+
+    def __init__(self, mesh: ProcessMesh) -> None:
+        inside = current_backward() != -1 and activation_checkpoint.current_run() is None
+        self.key = counter.get_state() if inside else draw(mesh, "fast").key
+        self.mesh, self.runs = mesh, 0
+
+    def seeded(self) -> _SeededGenerators:
+        """Seeds torch's generators alike on all ranks for one run, and restores them."""
+        self.runs += 1
+        return _SeededGenerators(self.mesh, derive(*self.key, 0, self.runs))

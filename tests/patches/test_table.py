@@ -21,11 +21,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import orthogonal
 from torch.utils.checkpoint import checkpoint
 
 import disttensor as dt
 from disttensor import ProcessMesh, Shard, patches
 from disttensor.comm import failure_watch
+from disttensor.patches import draws
 from disttensor.random.counter import _State
 from tests.support.oracle import line
 from tests.support.pool import on_ranks
@@ -37,7 +40,7 @@ COMPARE = """
 import sys, types, warnings
 warnings.simplefilter("ignore")
 import torch, torch.distributed, torch.utils.checkpoint, torch.nn.utils.clip_grad
-import torch.amp.grad_scaler, torch.optim, torch._subclasses.fake_tensor
+import torch.nn.utils.prune, torch.amp.grad_scaler, torch.optim, torch._subclasses.fake_tensor
 import torch.distributed.checkpoint.state_dict
 
 def content(value):
@@ -85,7 +88,10 @@ def test_all_changes_are_listed_and_taken_back() -> None:
     assert done.returncode == 0, done.stderr
     generator = next(n for n in done.stdout.split() if n.startswith("torch.utils.checkpoint."))
     assert generator.startswith("torch.utils.checkpoint._checkpoint_without_reentrant_generator")
-    assert set(done.stdout.split()) - {generator} == {
+    samplers = {place.replace(":", ".") for place in draws.SAMPLERS}
+    assert len(samplers) > 30 and "torch.distributions.normal.Normal.rsample" in samplers
+    assert set(done.stdout.split()) - {generator} - samplers == {
+        "torch._C.Generator.manual_seed",
         "torch._weights_only_unpickler._marked_safe_globals_set",
         "torch.ScriptModule._create_method_from_trace",
         "torch.ScriptModule._create_method_from_trace_with_dict",
@@ -124,12 +130,12 @@ def test_all_changes_are_listed_and_taken_back() -> None:
         "torch.nn.utils.clip_grad_norm_",
         "torch.nn.utils.clip_grad_value_",
         "torch.nn.utils.get_total_norm",
+        "torch.nn.utils.parametrizations._Orthogonal.right_inverse",
+        "torch.nn.utils.prune.RandomStructured.compute_mask",
         "torch.get_rng_state",
-        "torch.manual_seed",
         "torch.optim.optimizer._foreach_supported_types",
         "torch.optim.optimizer._global_optimizer_pre_hooks",
         "torch.random.get_rng_state",
-        "torch.random.manual_seed",
         "torch.random.set_rng_state",
         "torch.set_rng_state",
         "torch.utils._foreach_utils._foreach_supported_types",
@@ -314,16 +320,52 @@ def sparse() -> None:
     assert everyone[0] == everyone[1]
 
 
-def seeded() -> None:
-    """The numbers of DistTensors restart and come back with torch's, also behind plain draws."""
+def equal_on_ranks(*tensors: Any) -> None:
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, [t.to_local().tolist() for t in tensors])
+    assert everyone[0] == everyone[1]
+
+
+def sampled() -> None:
+    torch.rand(dist.get_rank())
+    mean = dt.zeros(4, mesh=line())
+    normal = torch.distributions.Normal(mean, mean + 1)
+    equal_on_ranks(normal.rsample(), torch.distributions.Independent(normal, 1).rsample())
+
+
+def pruned() -> None:
+    wide, tall = (dt.ones(6, n, mesh=line()).requires_grad_() for n in (40, 3))
+    layers = nn.Module(), nn.Module()
+    layers[0].weight, layers[1].weight = nn.Parameter(wide), nn.Parameter(tall)
+    torch.rand(dist.get_rank())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", dt.errors.FallbackWarning)
+        prune.random_structured(layers[0], "weight", 0.5, dim=1)
+        nn.init.eye_(layers[1].weight)
+        orthogonal(layers[1])
+    equal_on_ranks(layers[0].weight_mask, layers[1].parametrizations.weight[0].base)
+
+
+def restored() -> None:
+    """The numbers of DistTensors come back with torch's."""
     x = dt.ones(20, mesh=line())
+    torch.manual_seed(0)
+    torch.rand_like(x)
+    state = torch.get_rng_state()
     found = []
     for _ in range(2):
-        torch.manual_seed(0)
-        state = torch.get_rng_state()
-        torch.rand(1)
         found.append(torch.rand_like(x).to_local())
         torch.set_rng_state(state)
+    assert torch.equal(*found)
+
+
+def seeded_again() -> None:
+    """The numbers of DistTensors restart with torch's, also after draws of one rank."""
+    x = dt.ones(20, mesh=line())
+    found = []
+    for seed in (torch.manual_seed, torch.default_generator.manual_seed) * 2:
+        seed(0)
+        torch.rand(1)
         found.append(torch.rand_like(x).to_local())
     assert all(torch.equal(numbers, found[0]) for numbers in found)
 
@@ -533,7 +575,10 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "torch.amp.GradScaler.unscale_": scaled,
     "torch.nn.init.trunc_normal_": truncated,
     "torch.nn.init.sparse_": sparse,
-    "torch.manual_seed, torch.get_rng_state, torch.set_rng_state": seeded,
+    "torch.distributions: sample, rsample": sampled,
+    "torch.nn.utils.prune.random_structured, torch.nn.utils.parametrizations.orthogonal": pruned,
+    "torch.get_rng_state, torch.set_rng_state": restored,
+    "torch.Generator.manual_seed": seeded_again,
     "torch.optim: functions on lists": lists_of_optimizers,
     "torch.nn.utils: functions on lists": lists_of_clipping,
     "torch.load(weights_only=True)": loaded,
