@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 
 def node_of(x: torch.Tensor) -> Any:
@@ -17,11 +17,18 @@ def node_of(x: torch.Tensor) -> Any:
     return get_gradient_edge(x).node if node is None else node
 
 
-def nodes_of(results: Iterable[torch.Tensor], stop: Collection[Any] = ()) -> set[Any]:
-    """Returns the nodes from which ``results`` were made, including their own nodes and leaves. The
-    walk does not go beyond the nodes ``stop``."""
+def nodes_of(
+    results: Iterable[torch.Tensor | GradientEdge], stop: Collection[Any] = ()
+) -> set[Any]:
+    """Returns the nodes from which ``results``, tensors or edges of the graph, were made, including
+    their own nodes and leaves. The walk does not go beyond the nodes ``stop``."""
     seen: set[Any] = set()
-    queue = [node_of(x) for x in results if x.requires_grad]
+    queue: list[Any] = []
+    for x in results:
+        if isinstance(x, GradientEdge):
+            queue.append(x.node)
+        elif x.requires_grad:
+            queue.append(node_of(x))
     while queue:
         node: Any = queue.pop()
         if node not in seen:

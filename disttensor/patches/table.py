@@ -25,6 +25,7 @@ from disttensor.patches import (
 )
 from disttensor.patches.change import Change, Make, Undo, append_to, join, once_imported, replace
 from disttensor.random import counter
+from disttensor.tensor import backward, gradient_edge
 from disttensor.tensor.dist_tensor import DistTensor, rebuild
 from disttensor.torch_private import (
     default_group,
@@ -88,6 +89,7 @@ def _guard_modules() -> Undo:
     return module_guard.unwrap_methods
 
 
+_GRAPH = "torch.autograd.graph:"
 _FSDP = "torch.distributed.fsdp."
 _CHECKPOINT = "torch.distributed.checkpoint."
 _STATE_DICTS = "torch.distributed._state_dict_utils:"
@@ -109,12 +111,22 @@ TABLE = (
     Change(
         "torch.autograd.backward, torch.autograd.grad",
         "A backward from a regular tensor would read parameters of fully_shard whose memory was "
-        "freed after the forward. The nodes where it starts are marked.",
+        "freed after the forward. The nodes where it starts are marked. Edges of DistTensors stand "
+        "for them.",
         "None: torch has no hook for the start of a backward.",
         replace(
-            starts.wrap_run_backward,
+            lambda original: backward.wrap_run_backward(starts.wrap_run_backward(original)),
             "torch.autograd:_engine_run_backward",
-            "torch.autograd.graph:_engine_run_backward",
+            _GRAPH + "_engine_run_backward",
+        ),
+    ),
+    Change(
+        "torch.autograd.graph: get_gradient_edge, register_multi_grad_hook",
+        "The gradient of a tensor collects at several nodes, and torch would take one of them.",
+        "None: torch reads the node without __torch_function__.",
+        join(
+            replace(gradient_edge.wrap_node_of, _GRAPH + "_get_grad_fn_or_grad_acc"),
+            replace(gradient_edge.wrap_will_execute, "torch._C:_will_engine_execute_node"),
         ),
     ),
     Change(

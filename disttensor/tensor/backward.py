@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
+from functools import wraps
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from disttensor import callbacks
 from disttensor.autograd import token
@@ -25,6 +27,7 @@ from disttensor.graph_nodes import node_of, nodes_of
 from disttensor.tensor.base import MeshTensor
 from disttensor.tensor.grad import as_gradient, combine_gradients, grad_spec
 from disttensor.tensor.grad_slot import GradCollector, collector_of
+from disttensor.tensor.gradient_edge import TensorNode, tensor_node
 from disttensor.tensor.reshard import MICRO_BATCH, resharded, resharded_local
 from disttensor.tensor.uses import leaves_of
 from disttensor.torch_private import current_backward
@@ -97,13 +100,14 @@ def _run_engine(engine: Callable[..., Any], roots: Any, *args: Any, **kwargs: An
         raise
 
 
-def _leaves_of(inputs: Any) -> list[Tensor]:
+def _leaves_of(inputs: Any) -> list[Any]:
     """Returns the locals of the ``inputs`` of a backward, and the anchors, which make it run every
     transfer."""
-    out: list[Tensor] = token.anchors()
-    for given in (inputs,) if isinstance(inputs, Tensor) else inputs:
-        x = DIST_ARGUMENTS.get().get(given, given)
-        if not isinstance(x, MeshTensor):
+    out: list[Any] = token.anchors()
+    for x in map(_meant, (inputs,) if isinstance(inputs, Tensor) else inputs):
+        if type(x) is TensorNode:  # autograd accumulates on leaves only
+            out += [edge for _, edge in x.places]
+        elif not isinstance(x, MeshTensor):
             out.append(x)
         elif x.is_initialized:
             collector = collector_of(x)
@@ -112,6 +116,15 @@ def _leaves_of(inputs: Any) -> list[Tensor]:
         elif not out:  # torch requires at least one input, and none lies on this rank
             out.append(token.leaf(x.spec.mesh.device, x.spec.dtype))
     return out
+
+
+def _meant(x: Any) -> Any:
+    """Returns the value for which the user gives ``x`` to autograd: the DistTensor of a full
+    argument or of an edge of a leaf, or the node of another edge."""
+    node = tensor_node(x)
+    if node is not None:
+        return node if node.places else node.of
+    return DIST_ARGUMENTS.get().get(x, x) if isinstance(x, Tensor) else x
 
 
 def seed(x: MeshTensor, gradient: Any) -> Tensor:
@@ -141,13 +154,18 @@ def seed(x: MeshTensor, gradient: Any) -> Tensor:
 def _roots(outputs: Any, grads: Any) -> tuple[list[Tensor], list[Tensor | None]]:
     """Returns the locals of ``outputs`` and their gradients. A single gradient, or None, is for all
     outputs."""
-    outs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+    outs = (outputs,) if isinstance(outputs, (Tensor, GradientEdge)) else tuple(outputs)
     one = grads is None or isinstance(grads, Tensor)
     pairs = list(zip(outs, (grads,) * len(outs) if one else tuple(grads), strict=True))
-    return (
-        [o.local if isinstance(o, MeshTensor) else o for o, _ in pairs],
-        [seed(o, g) if isinstance(o, MeshTensor) else g for o, g in pairs],
-    )
+    roots: list[Any] = []
+    seeds: list[Tensor | None] = []
+    for o, g in pairs:
+        node = tensor_node(o)
+        x = o if node is None else node.of
+        local = x.local if isinstance(x, MeshTensor) else x
+        roots.append(node.places[0][1] if node is not None and node.places else local)
+        seeds.append(seed(x, g) if isinstance(x, MeshTensor) else g)
+    return roots, seeds
 
 
 def autograd_backward(
@@ -179,9 +197,8 @@ def autograd_grad(
         return tuple(None if g[0] is None else torch.stack(g) for g in zip(*each, strict=True))
     roots, grads = _roots(outputs, grad_outputs)
     _check_crossing(roots)
-    given_inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-    behind = DIST_ARGUMENTS.get()
-    ins = [behind.get(x, x) for x in given_inputs]
+    given_inputs = (inputs,) if isinstance(inputs, (Tensor, GradientEdge)) else tuple(inputs)
+    ins = [_meant(x) for x in given_inputs]
     ways = [_tensors_in_graph(x) for x in ins]
     leaves = [leaf for uses in ways for _, _, leaf in uses]
     wanted = leaves + token.anchors()
@@ -202,7 +219,8 @@ def autograd_grad(
 
     found = iter(given)
     result: list[Any] = []
-    for i, (x, uses) in enumerate(zip(ins, ways, strict=True)):
+    for i, (place, uses) in enumerate(zip(ins, ways, strict=True)):
+        x = place.of if type(place) is TensorNode else place
         pieces = [(of, axes, tied(g)) for of, axes, _ in uses if (g := next(found)) is not None]
         if isinstance(x, MeshTensor) and not x.is_initialized:
             spec = grad_spec(x, ())
@@ -214,6 +232,10 @@ def autograd_grad(
         elif pieces:
             result.append(_gradient(x, pieces) if isinstance(x, MeshTensor) else pieces[0][2])
         elif materialize_grads:
+            if isinstance(given_inputs[i], GradientEdge):
+                raise RuntimeError(
+                    "materialize_grads cannot be used when the given input is a GradientEdge"
+                )
             result.append(torch.zeros_like(x))
         elif allow_unused:
             result.append(None)
@@ -223,9 +245,25 @@ def autograd_grad(
                 "allow_unused=True if that is meant"
             )
     for i, (x, whole, g) in enumerate(zip(ins, given_inputs, result, strict=True)):
-        if x is not whole and isinstance(g, MeshTensor):
+        if x is not whole and isinstance(whole, Tensor) and isinstance(g, MeshTensor):
             result[i] = resharded_local(g, g.spec.replicated(), ())
     return tuple(result)
+
+
+def wrap_run_backward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps the function of torch that starts autograd: torch dispatches no call of edges alone."""
+
+    @wraps(original)
+    def run_backward(
+        roots: Any, grads: Any, keep: bool, create: bool, inputs: Any = (), *rest: Any, **named: Any
+    ) -> Any:  # fmt: skip
+        if not any(map(tensor_node, (*roots, *inputs))):
+            return original(roots, grads, keep, create, inputs, *rest, **named)
+        if named.get("accumulate_grad"):
+            return autograd_backward(roots, grads, keep, create, inputs=inputs or None)
+        return autograd_grad(roots, inputs, grads, keep, create, *rest)
+
+    return run_backward
 
 
 def _gradient(x: MeshTensor, pieces: list[tuple[GradCollector | None, Axes, Tensor]]) -> MeshTensor:
@@ -270,9 +308,11 @@ def _check_crossing(roots: Sequence[Tensor], keeps: bool = False) -> None:
     )
 
 
-def _tensors_in_graph(x: Any) -> list[tuple[GradCollector | None, Axes, Tensor]]:
+def _tensors_in_graph(x: Any) -> list[tuple[GradCollector | None, Axes, Any]]:
     """Returns the tensors in autograd's graph that an input stands for, each with its collector;
     an empty list on a rank off its mesh."""
+    if type(x) is TensorNode:
+        return [(None, *place) for place in x.places]
     if not isinstance(x, MeshTensor):
         return [(None, (), x)]
     if not x.is_initialized:

@@ -52,9 +52,7 @@ class Hooks(MeshTensor):
                 "more, because it is a view or a reshard, and calls have used it. Register the "
                 "hook before its first use"
             )
-        if derivation_of(self) is not None:
-            agree_on_hook(self, "register_hook")
-            forget_derivation(self)
+        make_from_local(self, "register_hook")
         mark_hooked(self.local.grad_fn)
         return self.local.register_hook(_on_local(type(self), self.spec, hook))
 
@@ -82,6 +80,14 @@ class Hooks(MeshTensor):
             for _, t in leaves_of(self):
                 mark_hooked(t.grad_fn)
                 t.retain_grad()
+
+
+def make_from_local(x: MeshTensor, who: str) -> None:
+    """Makes later uses of x from its local, for the call ``who``, which all ranks of the mesh
+    make."""
+    if derivation_of(x) is not None:
+        agree_on_hook(x, who)
+        forget_derivation(x)
 
 
 def _on_local(cls: Any, spec: DistSpec, hook: Callable[[Any], Any]) -> Callable[[Tensor], Any]:

@@ -55,6 +55,8 @@ class LeafHooks:
         self._backward = self._posted = -1
         # all leaves, each with its gradient from before this backward
         self._earlier: list[tuple[Axes, Tensor, Tensor | None]] = []
+        # gradients of frozen leaves, which autograd does not accumulate
+        self._frozen: list[tuple[Tensor, Tensor]] = []
         for _, leaf in leaves_of(x):
             self.watch(leaf)
 
@@ -64,17 +66,21 @@ class LeafHooks:
         collector does not see what it keeps."""
         is_frozen = not leaf.requires_grad
         leaf.requires_grad_()
-        leaf.register_hook(self._arrives)
+        leaf.register_hook(partial(self._arrives, leaf))
         leaf.register_post_accumulate_grad_hook(partial(_accumulated, weakref.ref(self)))
         if is_frozen:
             leaf.requires_grad_(False)
 
-    def _arrives(self, _: Tensor) -> None:
+    def _arrives(self, leaf: Tensor, grad: Tensor) -> None:
         """At the first gradient of a backward, takes the earlier gradients of all leaves away."""
         if not self.tensor_hooks or current_context() is RETURNED:
             return
-        if self._backward == this_backward():
-            return
+        if self._backward != this_backward():
+            self._begin()
+        if not leaf.requires_grad:
+            self._frozen.append((leaf, grad))
+
+    def _begin(self) -> None:
         self._restore()  # of a backward that failed
         self._backward = this_backward()
         run_after_failure(self._restore)
@@ -106,10 +112,12 @@ class LeafHooks:
         """Gives the leaves their earlier gradients back."""
         for _, leaf, earlier in self._earlier:
             leaf.grad = earlier
-        self._earlier, self._backward, self._posted = [], -1, -1
+        self._earlier, self._frozen, self._backward, self._posted = [], [], -1, -1
 
     def _finish(self) -> None:
         pieces = [(axes, leaf.grad) for axes, leaf, _ in self._earlier if leaf.grad is not None]
+        axes_of = {id(leaf): axes for axes, leaf, _ in self._earlier}
+        pieces += [(axes_of[id(leaf)], grad) for leaf, grad in self._frozen]
         self._restore()
         if not pieces:
             raise RuntimeError(
@@ -119,8 +127,10 @@ class LeafHooks:
             )
         total = self.run(pieces).local
         leaf = self.x.local
+        if not leaf.requires_grad:
+            return
         if leaf.grad is None:
-            leaf.grad = total
+            leaf.grad = total if total.requires_grad else total.clone()  # hooks may keep theirs
         elif total.requires_grad or leaf.grad.requires_grad:
             leaf.grad = leaf.grad + total
         else:

@@ -143,3 +143,49 @@ def test_hooks_are_called_again_after_a_backward_that_failed():
             (x * x).sum().backward()
         assert called.count("post") == 3, placements
         torch.testing.assert_close(whole(x.grad), 6 * X)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("again", [True, False])
+def test_a_hook_on_a_leaf_frozen_after_the_forward_gets_its_gradient(
+    is_first: bool, again: bool
+) -> None:
+    """Autograd calls the hook and accumulates nothing, as in plain torch; ``again``: the leaf
+    requires grad again before the backward."""
+
+    def run(placements: Any) -> list[Any]:
+        w, got = placed(placements), []
+        rows = randn(4, 5, 3, seed=2)
+        split = rows if placements is None else dt.shard_tensor(rows, line(), [Shard(0)])
+        hook = got.append
+        for when in (True, False):
+            if is_first is when:
+                w.register_hook(hook)
+            if when:
+                total = (w * split).sum() + (w * 2).sum()
+        w.requires_grad_(False)
+        if again:
+            w.requires_grad_()
+        total.backward()
+        total = (placed(placements) * split).sum()
+        total.backward()
+        return [whole(g) for g in got] + [None if w.grad is None else whole(w.grad)]
+
+    expected = run(None)
+    assert len(expected) == 2 and (expected[1] is None) is not again
+    for placements in LAYOUTS[1:]:
+        torch.testing.assert_close(run(placements), expected) if again else (
+            torch.testing.assert_close(run(placements)[0], expected[0])
+        )
+        assert (run(placements)[1] is None) is not again
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("placements", LAYOUTS, ids=str)
+def test_a_gradient_that_a_hook_keeps_does_not_change(placements: Any) -> None:
+    w, kept = placed(placements), []
+    w.register_hook(kept.append)
+    for _ in range(2):
+        (w * 3).sum().backward()
+    assert all(torch.equal(whole(g), torch.full_like(X, 3)) for g in kept)

@@ -106,7 +106,9 @@ def test_all_changes_are_listed_and_taken_back() -> None:
         "torch._functorch.vmap._vmap_decrement_nesting",
         "torch._functorch.vmap._vmap_increment_nesting",
         "torch.amp.grad_scaler.GradScaler._unscale_grads_",
+        "torch._C._will_engine_execute_node",
         "torch.autograd._engine_run_backward",
+        "torch.autograd.graph._get_grad_fn_or_grad_acc",
         "torch.autograd.graph._engine_run_backward",
         "torch.autograd.forward_ad.enter_dual_level",
         "torch.autograd.forward_ad.exit_dual_level",
@@ -331,6 +333,13 @@ def sampled() -> None:
     mean = dt.zeros(4, mesh=line())
     normal = torch.distributions.Normal(mean, mean + 1)
     equal_on_ranks(normal.rsample(), torch.distributions.Independent(normal, 1).rsample())
+
+
+def edges_and_hooks() -> None:
+    w = dt.ones(4, mesh=line(), requires_grad=True)
+    total = (w * dt.ones(6, 4, mesh=line(), placements=[Shard(0)])).sum() + w.sum()
+    (g,) = torch.autograd.grad(total, torch.autograd.graph.get_gradient_edge(w))
+    assert isinstance(g, dt.DistTensor) and g.full_tensor().tolist() == [7.0] * 4
 
 
 def pruned() -> None:
@@ -561,6 +570,7 @@ WRAPPERS = (
 PROGRAMS: dict[str, Callable[[], None]] = {
     "torch.autograd.Function.apply": custom_function,
     "torch.autograd.backward, torch.autograd.grad": sharded_and_vmapped,
+    "torch.autograd.graph: get_gradient_edge, register_multi_grad_hook": edges_and_hooks,
     "torch.Tensor.data": set_data,
     **{name: functools.partial(wrapped, name) for name in WRAPPERS},
     "torch.nn.attention.flex_attention": attended_by_flex_attention,
