@@ -38,6 +38,7 @@ Tensor = torch.Tensor
 Code = Mapping[types.CodeType, dict[str, Any]]
 
 _FIELD: Any = type(Names.globals)
+_GUESSES = 100  # functions that may run in the first call
 _MOST = 20_000  # values that are followed
 _TABLES = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
 # Methods that code may call without naming them.
@@ -68,38 +69,45 @@ _CONSTANT_MODULES = ("logging", "typing", "abc", "disttensor", "ops", "reshard")
 
 class CodeGuard:
     """``tensors``: all tensors that a forward may read except its arguments, each once. ``why``:
-    the reason for not recording it, or "". ``watch``: has seen it run; None: it has not run yet."""
+    the reason for not recording it, or "". ``ran``: the code that has run. Before the first run,
+    ``code`` also has the functions that the forward seems to call."""
 
-    def __init__(self, target: Any, watch: CodeWatch | None = None, code: Code | None = None):
-        self.target = target
-        self.code: dict[types.CodeType, dict[str, Any]] = {**(code or {}), **_first_code(target)}
-        self.code |= watch.code if watch is not None else {}
-        self.dynamic = watch is not None and watch.dynamic
-        self.names: set[str] = set(_CALLED)
-        names = [names_in(code) for code in self.code]
-        self.names |= set().union(*(n.attributes for n in names))
-        self._tried = set[str]().union(*(n.tried for n in names))
-        while True:  # strings among the values may be names, too
-            known = len(self.names)
-            self._walk(names)
-            if len(self.names) == known or self.why:
-                break
-        if watch is not None and not self.why:
-            self._check_found(watch.code)
+    def __init__(self, target: Any, ran: Code | None = None, dynamic: bool = False) -> None:
+        self.target, self.ran, self.dynamic = target, dict(ran or {}), dynamic
+        self._guesses = 0 if ran else _GUESSES
+        self._find()
+        if self.why and self._guesses:
+            self._guesses = 0
+            self._find()
         self._finish()
 
     def including(self, watch: CodeWatch) -> CodeGuard:
         """Returns a guard that also knows the code that ran: this one, if it does."""
-        if watch.code.keys() <= self.code.keys() and (self.dynamic or not watch.dynamic):
+        self.ran |= watch.code
+        known = self.code.keys() | set().union(*map(_inner, self.code))
+        if watch.code.keys() <= known and (self.dynamic or not watch.dynamic):
             return self
-        return CodeGuard(self.target, watch, self.code)
+        new = CodeGuard(self.target, self.ran, self.dynamic or watch.dynamic)
+        new.why = new.why or new._not_found(watch.code)
+        return new
 
     # Finding values that are read -----------------------------------------------------------------
 
-    def _walk(self, names: Iterable[Names]) -> None:
+    def _find(self) -> None:
+        self.code: dict[types.CodeType, dict[str, Any]] = {**self.ran, **_first_code(self.target)}
+        self.names: set[str] = set(_CALLED)
+        size = None
+        self.why = ""
+        while size != (size := (len(self.code), len(self.names))) and not self.why:
+            names = [names_in(code) for code in self.code]
+            self.names |= set().union(*(n.attributes for n in names))
+            self.dynamic = self.dynamic or "__dict__" in self.names
+            self._tried = set[str]().union(*(n.tried for n in names))
+            self._walk([*self.code.items()], names)  # adds strings that may be names, and guesses
+
+    def _walk(self, known: list[tuple[types.CodeType, dict[str, Any]]], names: list[Names]) -> None:
         self.trees: list[ModuleGuard] = []
         self.tensors: list[Any] = []
-        self.why = ""
         self._values = NameGuard()
         self._seen: dict[int, Any] = {}
         self._roots: list[nn.Module] = []
@@ -107,7 +115,7 @@ class CodeGuard:
         self._functions: set[types.CodeType] = set()
         self._queue = deque([self.target])
         self._drain()
-        for (code, table), read in zip(self.code.items(), names, strict=True):
+        for (code, table), read in zip(known, names, strict=True):
             owner, wanted = table.get("__name__", code.co_filename), read.globals
             wanted |= self.names & table.keys() if self.dynamic else frozenset()
             self._add(self._values.table(owner, table, sorted(wanted)))
@@ -186,9 +194,12 @@ class CodeGuard:
     def _reads(self, name: str) -> bool:
         return self.dynamic or name in self.names
 
-    def _attributes(self, owner: str, table: Mapping[str, Any], whole: bool = False) -> None:
-        """Follows what is read of a table of attributes, or all."""
-        read = sorted(n for n in table if whole or self._reads(n))
+    def _attributes(
+        self, owner: str, table: Mapping[str, Any], whole: bool = False, hidden: Iterable[str] = ()
+    ) -> None:
+        """Follows what is read of a table of attributes, or all. ``hidden``: names of the class
+        that an attribute would hide."""
+        read = sorted(n for n in table if whole or self._reads(n)) + sorted(hidden)
         if self._tried:
             self._values.size(owner, table)
         self._add(self._values.table(owner, table, read))
@@ -216,6 +227,8 @@ class CodeGuard:
         known = is_known(f.__globals__.get("__name__", ""), f.__code__.co_filename)
         ran = f.__code__ in self.code
         self._functions.add(f.__code__)
+        if not (ran or known) and len(self.code) < self._guesses:
+            self.code[f.__code__] = f.__globals__
         if ran or (known and f.__closure__):
             self._add(self._values.function(f, closure=True))
         if vars(f) or ran:
@@ -236,6 +249,10 @@ class CodeGuard:
         if isinstance(value, (np.ndarray, array.array, bytearray)):
             self._values.content(value)
             return
+        users = [b for b in kind.__mro__ if not is_known(b.__module__)]
+        if any("__getattribute__" in vars(b) for b in users):
+            self.why = f"it reads a {kind.__qualname__}, which has a __getattribute__ of its own"
+            return
         holds = isinstance(value, (*CONTAINERS, types.MappingProxyType))
         table = getattr(value, "__dict__", None)
         slotted = any("__slots__" in vars(b) for b in kind.__mro__)
@@ -250,18 +267,20 @@ class CodeGuard:
         if isinstance(table, dict):
             # Code of Python's library and of torch reads attributes that no user's code names.
             whole = any(is_known(b.__module__) for b in kind.__mro__[:-1] if b not in CONTAINERS)
-            self._attributes(kind.__qualname__, table, whole)
+            hidden = {n for b in users for n in vars(b) if n not in table and self._reads(n)}
+            self._attributes(kind.__qualname__, table, whole, hidden)
         for base in kind.__mro__ if slotted else ():
             for name, descriptor in vars(base).items():
                 if type(descriptor) is types.MemberDescriptorType:
                     self._add([self._values.slot(value, name, descriptor)])
 
-    def _check_found(self, ran: Code) -> None:
-        """Sets ``why`` if code ran whose closure was not found."""
+    def _not_found(self, ran: Code) -> str:
+        """Returns the reason for not recording code that ran, if its closure was not found."""
         found = self._functions.union(*map(_inner, ran))
         for code in ran:
             if code.co_freevars and code not in found:
-                self.why = f"it runs {code.co_qualname}, which no name that it reads leads to"
+                return f"it runs {code.co_qualname}, which no name that it reads leads to"
+        return ""
 
     # Finding changes ------------------------------------------------------------------------------
 
@@ -344,11 +363,11 @@ def _first_code(target: Any) -> Code:
         if not callable(f):
             continue
         f = inspect.unwrap(getattr(f, "__func__", f))
-        f = f if isinstance(f, types.FunctionType) else getattr(type(f), "__call__", None)
-        if not isinstance(f, types.FunctionType):
+        function = f if isinstance(f, types.FunctionType) else vars(type(f)).get("__call__")
+        if not isinstance(function, types.FunctionType):
             continue
-        if not is_known(f.__globals__.get("__name__", ""), f.__code__.co_filename):
-            found[f.__code__] = f.__globals__
+        if not is_known(function.__globals__.get("__name__", ""), function.__code__.co_filename):
+            found[function.__code__] = function.__globals__
     return found
 
 

@@ -17,7 +17,11 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-_OURS = frozenset({"torch", "disttensor", "ops", "reshard", "numpy"})
+# Known packages: ours, torch and what torch calls, and numpy.
+_OURS = frozenset({
+    "torch", "disttensor", "ops", "reshard", "numpy", "sympy", "mpmath", "networkx", "optree",
+    "typing_extensions",
+})  # fmt: skip
 _STDLIB = os.path.dirname(os.__file__)
 _GENERATED = ("<replay>", "<eval_with_key>")  # files of code that torch or a recording made
 # Modules of Python's library whose answers change without a value that a guard can compare.
@@ -34,9 +38,10 @@ _DYNAMIC = frozenset({"vars", "dir", "locals", "globals"})
 # Modules of Python's library that read attributes by names that they compute.
 _WALKERS = frozenset({"dataclasses", "copy", "json", "pickle", "pprint", "reprlib"})
 _ASKS = frozenset({"getattr", "hasattr"})
-_SILENT = frozenset({"logging", "warnings"})  # nothing that they ask changes a result
+# What runs for these has no part in a result: loggers, and modules that are imported.
+_SILENT = frozenset({"logging", "warnings", "importlib", "_frozen_importlib"})
 _BUILDS = frozenset({"format", "join", "replace", "strip", "split", "lower", "upper", "title"})
-_USER, _KNOWN, _LIBRARY = range(3)
+_USER, _KNOWN, _LIBRARY, _ASIDE = range(4)
 
 
 class CodeWatch:
@@ -75,10 +80,12 @@ class CodeWatch:
 
     def _new(self, frame: types.FrameType) -> int:
         code, module = frame.f_code, _module(frame)
-        kind = _USER if not is_known(module, code.co_filename) else _KNOWN
-        if kind == _USER:
+        kind = _KNOWN if is_known(module, code.co_filename) else _USER
+        if kind == _USER and (code.co_name == "<module>" or self._caller(frame) == _ASIDE):
+            kind = _ASIDE
+        elif kind == _USER:
             self.code[code] = frame.f_globals
-        elif module.partition(".")[0] not in _OURS:
+        elif module.partition(".")[0] in sys.stdlib_module_names:
             kind = _LIBRARY
         self._kinds[code] = kind
         return kind
@@ -89,15 +96,19 @@ class CodeWatch:
         unseen = root in UNSEEN - _CALLBACKS or (root == "os" and name.startswith(_ENVIRONMENT))
         if not unseen and root not in _WALKERS:
             return
-        caller = frame.f_back
-        while caller is not None and self._kinds.get(caller.f_code) == _LIBRARY:
-            if _module(caller).partition(".")[0] in _SILENT:
-                return
-            caller = caller.f_back
-        if caller is not None and self._kinds.get(caller.f_code) == _USER:
+        if self._caller(frame) == _USER:
             if unseen:
                 self._refuse(f"{root}.{name}")
             self.dynamic = True
+
+    def _caller(self, frame: types.FrameType) -> int | None:
+        """Returns who calls this code, perhaps through Python's library; _ASIDE for a logger."""
+        caller = frame.f_back
+        while caller is not None and self._kinds.get(caller.f_code) == _LIBRARY:
+            if _module(caller).partition(".")[0] in _SILENT:
+                return _ASIDE
+            caller = caller.f_back
+        return None if caller is None else self._kinds.get(caller.f_code)
 
     def _call_builtin(self, code: types.CodeType, function: Any) -> None:
         name, owner = getattr(function, "__name__", ""), getattr(function, "__self__", None)
@@ -150,7 +161,8 @@ def names_in(code: types.CodeType) -> Names:
             strings.add(constant)
     tried = set(strings) if _ASKS & read else set()
     tried |= attributes if code.co_exceptiontable else set()
-    parts = [Names(*map(frozenset, (read, attributes | strings, imports, tried))), *inner]
+    own = frozenset(read), frozenset(attributes | strings), frozenset(imports), frozenset(tried)
+    parts = [Names(*own), *inner]
     return Names(*(frozenset[Any]().union(*same) for same in zip(*parts, strict=True)))
 
 

@@ -29,13 +29,14 @@ from disttensor.comm import compare_collectives
 from disttensor.pytree import Uncacheable, key_of_contents
 from disttensor.settings import snapshot
 from disttensor.tensor.dist_tensor import DistTensor
-from disttensor.torch_private import current_backward
+from disttensor.torch_private import count_dispatch_modes, current_backward
 from disttensor.trace.code_guard import CodeGuard
 from disttensor.trace.code_watch import CodeWatch
 from disttensor.trace.instance_forward import InstanceForward
 
 Tensor = torch.Tensor
 ASSIGNS = "it assigns to attributes"
+_CHANGES = "it changes what it reads"
 _OWN = "an argument is one of its own tensors"
 _DIFFERS = (
     "replay of {}: the forward does not make the calls that were recorded any more: {}. It depends "
@@ -117,7 +118,7 @@ class GuardedForward(InstanceForward):
         known = self._guard
         if watch is not None and known is not None:
             return known.including(watch)
-        return CodeGuard(self.module, code=known.code if known is not None else {})
+        return CodeGuard(self.module, known.ran if known is not None else None)
 
     def must_run(self) -> bool:
         """Returns True if the state of this thread requires the forward itself."""
@@ -157,7 +158,9 @@ class GuardedForward(InstanceForward):
         raise NotImplementedError
 
     def may_audit(self) -> bool:
-        return True
+        """Returns True if the forward may run in place of a program: not in a captured step."""
+        captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        return not captured and count_dispatch_modes() == 0
 
     # Calls ----------------------------------------------------------------------------------------
 
@@ -171,8 +174,8 @@ class GuardedForward(InstanceForward):
             return self.eager(*args, **kwargs)
         try:
             key, inputs = self._key(guard, args, kwargs)
-        except Uncacheable as why:
-            self._report(str(why))
+        except Uncacheable as error:
+            self._report(str(error))
             return self.eager(*args, **kwargs)
         entry = self._programs.get(key)
         if type(entry) is str:
@@ -218,7 +221,7 @@ class GuardedForward(InstanceForward):
             self._assigned += 1
             self._never = self._assigned > self.most_assignments
         elif change := guard.change():
-            program = f"it changes what it reads: {change}"
+            program = f"{_CHANGES}: {change}"
         elif _contents((args, kwargs)) != given:
             program = "it changes lists or dicts among its arguments"
         elif type(program) is not str:
@@ -244,6 +247,8 @@ class GuardedForward(InstanceForward):
             self._report(program := _OWN)
         elif type(program) is str and known is not None and guard.ids > known.ids:
             return  # the next recording begins with all tensors
+        elif type(program) is str and program.startswith(_CHANGES):
+            return  # a first call may fill a cache
         key = (*key[:-3], self.key_of_own(guard), guard.flags(), key[-1])
         self._programs[key] = program if type(program) is str else _Entry(program, 1)
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from disttensor.errors import Place, user_place
-from disttensor.pytree import CONSTANTS, collect, find_tensors, rebuild
+from disttensor.pytree import CONSTANTS, collect, find_tensors
 from disttensor.tensor.base import MeshTensor
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.torch_private import no_function_mode
@@ -36,10 +36,11 @@ LineKind = Enum("LineKind", "READ CALL WRITE MAKE")
 
 
 class LocalMeta(NamedTuple):
-    """The metadata of a local tensor."""
+    """The metadata of a local tensor. ``stride``: in dense memory; ``strides``: its own."""
 
     shape: torch.Size
     stride: tuple[int, ...]
+    strides: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
@@ -254,12 +255,13 @@ class Tape:
 def _meta(t: Tensor) -> LocalMeta:
     with no_function_mode():
         stride = torch.empty_like(t, device="meta").stride()  # dense
-        return LocalMeta(t.shape, stride, t.dtype, t.device, t.requires_grad)
+        return LocalMeta(t.shape, stride, t.stride(), t.dtype, t.device, t.requires_grad)
 
 
 def _tuple_of(kind: type, items: tuple[Any, ...]) -> Any:
     """Returns a named tuple, or a result of torch that looks like one."""
-    return rebuild(tuple.__new__(kind, items), list(items))
+    is_torchs = kind.__module__ == "torch.return_types"
+    return kind(items) if is_torchs else tuple.__new__(kind, items)
 
 
 def variables(text: str) -> list[str]:

@@ -424,22 +424,35 @@ def test_the_first_replay_in_debug_is_compared_with_the_calls():
     with dt.debugging.compare_ranks():
         assert [tuple(empty(x).shape) for _ in range(3)] == [(0, 6)] * 3
     assert empty.replays == 2
-    hidden = {"by": [2.0]}
-
-    class Secret:
-        __slots__ = ()
-        by = 2.0
-
-    secret = Secret()
-    f = dt.replay(lambda t: t * secret.by)
+    f = dt.replay(lambda t: t * len(sys.argv))
     f(x)
-    Secret.by = 3.0
+    sys.argv.append("what no guard compares")
     with (
         dt.debugging.compare_ranks(),
         pytest.raises(RuntimeError, match=r"differs from that of the calls one by one"),
     ):
         f(x)
-    assert hidden
+    sys.argv.pop()
+
+
+@on_ranks(2)
+def test_the_audit_finds_what_no_guard_compares():
+    (x,) = fed(mesh_of(2), 6, 6, at=(R, S0))()
+    for make in (dt.replay, lambda f: dt.compile(f, backend="eager")):
+        f, expected = make(lambda t: t * len(sys.argv)), x * len(sys.argv)
+        for _ in range(9):
+            assert f(x).equal(expected)
+        assert f.replays == 8
+        sys.argv.append("what no guard compares")
+        try:
+            for _ in range(7):
+                assert f(x).equal(expected)  # stale
+            where = r"mul\(t1, \d+\) at .*test_guards.py:\d+ in place of t2 = .*mul\(t1, \d+\)"
+            with pytest.raises(RuntimeError, match=where):
+                f(x)
+            assert f(x).equal(x * len(sys.argv))
+        finally:
+            sys.argv.pop()
 
 
 @on_ranks(2)
