@@ -26,7 +26,12 @@ from disttensor.comm.p2p import CHANNEL
 from disttensor.graphs.local_program import compiled, reads_what_it_wrote
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.grad_slot import bucket_of
-from disttensor.torch_private import compiling, count_dispatch_modes, current_backward
+from disttensor.torch_private import (
+    compiling,
+    count_dispatch_modes,
+    current_backward,
+    storage_id,
+)
 from disttensor.trace.code_guard import CodeGuard
 from disttensor.trace.code_watch import CodeWatch
 from disttensor.trace.guarded_forward import ASSIGNS, ForwardCall, GuardedForward
@@ -162,11 +167,22 @@ class CompiledForward(Replay):
             return result, program
         if reads_what_it_wrote(program.lines):
             return result, "it reads a tensor anew after it has written to it"
+        if program.uses_written:  # AOTAutograd computes again from what was written
+            return result, "it uses a tensor after it has written to it, and needs gradients"
         sources, _ = sources_of(call)
+        if program.writes and self.key_of_memory(call.guard, call.inputs) is not None:
+            return result, "it writes to tensors, two of which share memory"
         if any(sources[name].local.grad_fn is not None for name in program.written):
             return result, "it writes to a tensor of autograd's graph"
         run = compiled(program, self.backend, self.options, self._breaks)
         return result, program._replace(run=run)
+
+    def key_of_memory(self, guard: CodeGuard, inputs: Sequence[Any]) -> Any:
+        """Returns which tensors share memory, or None: torch.compile relies on it."""
+        memory = [storage_id(getattr(x, "local", x).untyped_storage()) for x in inputs]
+        if len(set(memory)) == len(memory) and guard.memory.isdisjoint(memory):
+            return None
+        return tuple([(memory.index(m), m in guard.memory) for m in memory])
 
     def may_audit(self) -> bool:
         # A recomputation takes the way of the forward. In a micro-batch, a schedule may split an

@@ -29,6 +29,7 @@ from torch import nn
 from disttensor.autograd import token
 from disttensor.pytree import CONSTANTS
 from disttensor.tensor.dist_tensor import DistTensor, wait_for
+from disttensor.torch_private import storage_id
 from disttensor.trace.code_watch import UNSEEN, CodeWatch, Names, is_known, names_in
 from disttensor.trace.instance_forward import InstanceForward
 from disttensor.trace.module_guard import ModuleGuard, has_hooks
@@ -298,6 +299,7 @@ class CodeGuard:
         self._replaced = token.replacements[0]
         self._states: dict[Any, int] = {}
         self._looked = -1
+        self.memory: set[int] = set()  # of the tensors, see ``state``
         self._state = 0
 
     def change(self) -> str:
@@ -339,6 +341,8 @@ class CodeGuard:
                 ]),
             )  # fmt: skip
             self._state = self._states.setdefault(key, len(self._states))
+            locals_ = [*(t.local for t in self._dist), *self._plain]
+            self.memory = {storage_id(t.untyped_storage()) for t in locals_}
         return self._state
 
     def flags(self) -> tuple[Any, ...]:

@@ -132,6 +132,10 @@ class GuardedForward(InstanceForward):
         """Returns the key of the tensors that the forward reads and that are no arguments."""
         return guard.state()
 
+    def key_of_memory(self, guard: CodeGuard, inputs: Sequence[Any]) -> Any:
+        """Returns a key of the memory that tensors share, if a program depends on it."""
+        return None
+
     def attributes_as_inputs(self, guard: CodeGuard) -> Sequence[Any]:
         """Returns attributes of the module that its program takes as inputs."""
         return ()
@@ -310,6 +314,7 @@ class GuardedForward(InstanceForward):
             if len(set(ids)) < len(ids):
                 parts.append(tuple([ids.index(i) for i in ids]))
                 inputs = [x for i, x in enumerate(inputs) if ids.index(id(x)) == i]
+        parts.append(self.key_of_memory(guard, inputs))
         parts += (self.key_of_own(guard), guard.flags(), snapshot(device_of(inputs)))
         return tuple(parts), inputs
 

@@ -66,6 +66,9 @@ class Program(NamedTuple):
     calls       are compared with other ranks.
     written     names of the sources that it writes to.
     scope       the constants in the text, by name.
+    writes      it writes to memory from outside.
+    uses_written
+                a result that requires grad is computed from such memory, after the write.
     """
 
     run: Function
@@ -76,6 +79,8 @@ class Program(NamedTuple):
     lines: tuple[Line, ...]
     result: str
     scope: dict[str, Any]
+    writes: bool
+    uses_written: bool
 
 
 class Ambient(NamedTuple):
@@ -157,9 +162,9 @@ class CallRecorder(Observer):
         self.draws = 0  # random calls made inside of lines
         self.comms = 0  # collectives so far
         self.sent = 0  # collectives run inside of lines
-        self.memory = {
-            storage_id(getattr(x, "local", x).untyped_storage()) for x in sources.values()
-        }
+        self.memory = {_memory(getattr(x, "local", x)) for x in sources.values()}
+        self.written_memory: set[int] = set()  # a part of it
+        self.uses_written = False
         self.states = {
             name: (x.local, x.spec) for name, x in sources.items() if isinstance(x, MeshTensor)
         }
@@ -230,6 +235,7 @@ class CallRecorder(Observer):
     def note(self, func: Function, args: Any, kwargs: Any, out: Any, idle: bool = False) -> None:
         if self.why:
             return
+        self.note_memory(args, kwargs, out)
         now, grad = ambient(self.device), torch.is_grad_enabled()
         try:
             same_grad = now.settings._replace(grad=self.grad)
@@ -247,6 +253,14 @@ class CallRecorder(Observer):
             self.tape.add_call(func, args, kwargs, out, idle, order, self.line_writes)
         except Untraceable as why:
             self.refuse(str(why))
+
+    def note_memory(self, args: Any, kwargs: Any, out: Any) -> None:
+        """Notes a write to memory from outside, and a use of what was written there."""
+        used = {_memory(t) for t in collect((args, kwargs), [])} & self.memory
+        if used & self.written_memory and any(t.requires_grad for t in collect(out, [])):
+            self.uses_written = True
+        if self.line_writes:
+            self.written_memory |= used
 
     def run_step(self, step: Function, /, *args: Any, **kwargs: Any) -> Any:
         """Runs ``step`` and records it as one line."""
@@ -379,7 +393,7 @@ class CallRecorder(Observer):
             self.written[source] = None
             text = f"{self.tape.constant(writes.mark_written)}({source})"
         else:
-            if storage_id(x.local.untyped_storage()) not in self.memory:
+            if _memory(x.local) not in self.memory:
                 return  # no tensor from outside has this memory
             text = f"{self.tape.constant(views.invalidate)}({self.tape.text(x.local)})"
         self.tape.add_line(LineKind.WRITE, text)
@@ -404,7 +418,13 @@ class CallRecorder(Observer):
         run, text = self.tape.build_function(self.parameters, lines, made)
         written = tuple(self.written)
         parts = tuple(self.parameters), lines, made, self.tape.scope
-        return Program(run, text, tuple(self.calls), written, *parts)
+        memory = bool(self.written_memory), self.uses_written
+        return Program(run, text, tuple(self.calls), written, *parts, *memory)
+
+
+def _memory(t: Tensor) -> int:
+    with no_function_mode():
+        return storage_id(t.untyped_storage())
 
 
 def _is_object(value: Any) -> bool:

@@ -108,7 +108,7 @@ def same_bits(a: Any, b: Any) -> bool:
 
 
 def bits(x: Tensor) -> bytes:
-    return x.detach().contiguous().numpy().tobytes()
+    return x.detach().contiguous().numpy(force=True).tobytes()
 
 
 def whole(x: Any) -> Any:
