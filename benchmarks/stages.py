@@ -63,7 +63,7 @@ def module(side: Plain) -> Call | None:
     if side.name in (PLAIN, THEIRS):
         return outside(torch.add)(side)
     mesh = dt.ProcessMesh([1], ("x",))
-    block = dt.shard_module(Block(), mesh)
+    block = pipeline.skip(dt.shard_module(Block(), mesh))
     return partial(block, dt.shard_tensor(torch.randn(BATCH, SEQ, BLOCK_WIDTH), mesh))
 
 
@@ -88,7 +88,7 @@ def model(by_layer: bool) -> Callable[[Plain], Call | None]:
             run: Callable[[Any], Any] = whole
         else:
             for stage, mesh in zip(stages, meshes, strict=True):
-                dt.shard_module(stage, mesh)
+                pipeline.skip(dt.shard_module(stage, mesh))
             run = partial(_through, stages, meshes)
         own = list(stages[OWN if side.name != PLAIN else 0].parameters())
         x = dt.shard_tensor(torch.randn(BATCH, SEQ, BLOCK_WIDTH), meshes[0])

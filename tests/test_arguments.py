@@ -229,6 +229,7 @@ TABLE = {
     A_MODULE: """
         dt.experts.expert_load(3) dt.plans.experts(3,0)
         dt.pretrained.save(3,"a") dt.pretrained.load(3,"a") dt.pipeline.never_skip(3)
+        dt.pipeline.skip(3)
         dt.plans.megatron(3,0) dt.shard_module(3,grid())
         dt.shard_data_parallel(3,grid())
         dt.accumulate(3,last=True).__enter__() dt.Strategy().apply(3)
@@ -405,6 +406,7 @@ BAD: dict[str, dict[str, str]] = {
     "dt.local_map(torch.relu,out_placements=[(S0,R)])": {"out_shapes": "3 [(4,),(4,)] [(-1,)]"},
     "dt.manual_seed(0)": {"seed": "None 1.5 True 'x'"},
     "dt.pipeline.never_skip(lin())": {"module": MODULE},
+    "dt.pipeline.skip(lin())": {"module": MODULE},
     "dt.simulate.plan_strategy(step,8)": {
         "build_with": FUNCTION, "world": COUNT, "candidates": "3 'x' [3] []",
         "device": "None 'h100' 3", "network": "None 8 'x'", "memory": "'x' -1 0 True",

@@ -53,7 +53,8 @@ MODULES = {
     "disttensor.pipeline": [
         "Action", "Costs", "Event", "Recorder", "Schedule", "Split", "Tick", "Timeline",
         "dualpipev", "gpipe", "interleaved_1f1b", "interleaved_zero_bubble", "named", "never_skip",
-        "one_f_one_b", "plot", "record", "run", "search", "split", "visits", "zbv", "zero_bubble",
+        "one_f_one_b", "plot", "record", "run", "search", "skip", "split", "visits", "zbv",
+        "zero_bubble",
     ],
     "disttensor.pretrained": ["load", "save"],
     "disttensor.random": ["rng"],

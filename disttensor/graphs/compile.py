@@ -212,9 +212,6 @@ class CompiledForward(Replay):
             if isinstance(part.__dict__.get("forward"), InstanceForward | None):
                 CompiledForward(part, self.backend, self.options).put()
 
-    def compare(self, program: Program, call: ForwardCall) -> Any:
-        return self.run(program, call.inputs)  # its numbers are the compiler's
-
 
 def _parts(module: nn.Module) -> Iterator[nn.Module]:
     """Yields the modules in ``module`` that are compiled if it is not one program: blocks, segments

@@ -26,7 +26,6 @@ from disttensor.progress import bar
 from disttensor.tensor.base import as_parameter
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.user_facts import carry_over
-from disttensor.trace import skip
 
 Plan = Mapping[Any, Sequence[Placement]] | Callable[[str, nn.Module, ProcessMesh], None] | None
 
@@ -133,7 +132,6 @@ def place(
                 init(child) if init else _initializer(child)()
                 advance()
     expert_modules.attach(module)
-    skip.attach(module)
 
 
 def _initializer(module: nn.Module) -> Any:

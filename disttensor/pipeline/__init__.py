@@ -11,10 +11,10 @@ from disttensor.pipeline.search import search
 from disttensor.pipeline.split import Split, split
 from disttensor.pipeline.timeline import Event, Timeline
 from disttensor.pipeline.zero_bubble import dualpipev, interleaved_zero_bubble, zbv, zero_bubble
-from disttensor.trace.skip import never_skip
+from disttensor.trace.skip import never_skip, skip
 
 __all__ = [
     "Action", "Costs", "Event", "Recorder", "Schedule", "Split", "Tick", "Timeline", "dualpipev",
     "gpipe", "interleaved_1f1b", "interleaved_zero_bubble", "named", "never_skip", "one_f_one_b",
-    "plot", "record", "run", "search", "split", "visits", "zbv", "zero_bubble",
+    "plot", "record", "run", "search", "skip", "split", "visits", "zbv", "zero_bubble",
 ]  # fmt: skip

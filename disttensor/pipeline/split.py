@@ -29,6 +29,7 @@ from disttensor.pytree import find_tensors, replace_tensors
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.reshard import MICRO_BATCH
 from disttensor.tensor.user_facts import pass_attributes
+from disttensor.trace.skip import skip
 
 Tensor = torch.Tensor
 
@@ -135,6 +136,7 @@ def split(
                 plan(inner, child, mesh)
         plan = None
     place(root, before, lambda value: home.get(id(value)), plan, init)
+    skip(root)
     firsts = set(itertools.accumulate(dealt))  # layers with which a visit begins
     for i, (_, layer, mesh) in enumerate(placed):
         borrowed = _Borrowed(layer, mesh)

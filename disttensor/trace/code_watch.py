@@ -121,7 +121,7 @@ class CodeWatch:
         elif module in ("builtins", "sys"):
             if name in _REFUSED:
                 self._refuse(name)
-            if name in _DYNAMIC or (name in ("getattr", "hasattr") and makes_text(code)):
+            if name in _DYNAMIC or (name in _ASKS and names_in(code).computes):
                 self.dynamic = True
 
     def _refuse(self, name: str) -> None:
@@ -129,14 +129,19 @@ class CodeWatch:
 
 
 class Names(NamedTuple):
-    """Names that code reads: of globals, of attributes, of modules that it imports (with their
-    level), and its strings. ``tried``: names that may be missing without an error: what ``getattr``
-    and ``hasattr`` are asked for, and attributes in code that catches errors."""
+    """Names that code reads: of globals, of attributes (with its strings), and of modules that it
+    imports, with their level.
+
+    tried       may be missing without an error: what ``getattr`` and ``hasattr`` are asked for, and
+                attributes in code that catches errors
+    computes    the code may compute a string, and so the name of an attribute
+    """
 
     globals: frozenset[str]
     attributes: frozenset[str]
     imports: frozenset[tuple[int, str]]
     tried: frozenset[str]
+    computes: bool
 
 
 @lru_cache(maxsize=4096)
@@ -144,6 +149,7 @@ def names_in(code: types.CodeType) -> Names:
     """Returns the names in code, and in the functions inside it."""
     read, attributes, imports, strings = set[str](), set[str](), set[tuple[int, str]](), set[str]()
     level: Any = 0
+    computes = not _BUILDS.isdisjoint(code.co_names)
     for i in dis.get_instructions(code):
         if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             read.add(i.argval)
@@ -153,6 +159,8 @@ def names_in(code: types.CodeType) -> Names:
             level = i.argval
         elif i.opcode in dis.hasname:
             attributes.add(i.argval)
+        computes = computes or i.opname.startswith(("BUILD_STRING", "FORMAT_"))
+        computes = computes or (i.opname == "BINARY_OP" and i.argrepr in ("+", "%", "*"))
     inner = []
     for constant in _flat(code.co_consts):
         if isinstance(constant, types.CodeType):
@@ -162,8 +170,9 @@ def names_in(code: types.CodeType) -> Names:
     tried = set(strings) if _ASKS & read else set()
     tried |= attributes if code.co_exceptiontable else set()
     own = frozenset(read), frozenset(attributes | strings), frozenset(imports), frozenset(tried)
-    parts = [Names(*own), *inner]
-    return Names(*(frozenset[Any]().union(*same) for same in zip(*parts, strict=True)))
+    *sets, _ = zip(Names(*own, computes), *inner, strict=True)
+    found: list[Any] = [frozenset().union(*same) for same in sets]
+    return Names(found[0], found[1], found[2], found[3], computes)
 
 
 def _flat(constants: Iterable[Any]) -> Iterable[Any]:
@@ -172,16 +181,6 @@ def _flat(constants: Iterable[Any]) -> Iterable[Any]:
             yield from _flat(constant)
         else:
             yield constant
-
-
-@lru_cache(maxsize=4096)
-def makes_text(code: types.CodeType) -> bool:
-    """Returns True if code may compute a string, and so the name of an attribute."""
-    return not _BUILDS.isdisjoint(code.co_names) or any(
-        i.opname.startswith(("BUILD_STRING", "FORMAT_"))
-        or (i.opname == "BINARY_OP" and i.argrepr in ("+", "%", "*"))
-        for i in dis.get_instructions(code)
-    )
 
 
 def is_known(module: str, file: str = "") -> bool:

@@ -6,8 +6,9 @@ this package. Everything else that the forward reads is guarded (``CodeGuard``):
 programs are dropped. Specs and settings are the same on all ranks, so all ranks decide alike.
 
 Guards may have gaps. So in the 4th, 8th, 16th, ... run of a program the forward itself runs, is
-recorded again and compared with the program (the *audit*); a difference is an error. If the first
-run has shown code that the guard did not know, this is done in the 1st run, too.
+recorded again and compared with the program (the *audit*); a difference is an error. So it is in
+the 1st run, if the recording has shown code that the guard did not know, and under
+``dt.debugging.compare_ranks``.
 
 ``skip.Skip`` runs programs off the mesh, which compute nothing. ``replay.Replay`` runs the recorded
 local calls.
@@ -87,7 +88,6 @@ class GuardedForward(InstanceForward):
         self.eager = self.class_forward if self.is_module else self.module
         # key -> the _Entry of the program, or the reason for having none
         self._programs: Cache[Any, Any] = Cache(_MOST)
-        self._compared: set[Any] = set()  # keys whose programs have been compared
         self._guard: CodeGuard | None = None
         self._assigned = self._trials = self.replays = 0
         self._why: dict[str, None] = {}
@@ -118,7 +118,7 @@ class GuardedForward(InstanceForward):
         known = self._guard
         if watch is not None and known is not None:
             return known.including(watch)
-        return CodeGuard(self.module, known.ran if known is not None else None)
+        return CodeGuard(self.module, known.reach.ran if known is not None else None)
 
     def must_run(self) -> bool:
         """Returns True if the state of this thread requires the forward itself."""
@@ -152,11 +152,6 @@ class GuardedForward(InstanceForward):
         """Runs a program, and returns the result of the call."""
         raise NotImplementedError
 
-    def compare(self, program: Any, call: ForwardCall) -> Any:
-        """Runs the first call of a program under ``dt.debugging.compare_ranks``. Raises
-        RuntimeError if the forward has another result."""
-        return self.run(program, call.inputs)
-
     def audit(self, program: Any, call: ForwardCall) -> tuple[Any, str]:
         """Runs the forward. Returns its result, and how it differs from the program, or ""."""
         raise NotImplementedError
@@ -187,11 +182,9 @@ class GuardedForward(InstanceForward):
         if entry is None:
             return self.first_call(key, inputs, args, kwargs)
         self.replays += 1
-        if compare_collectives.enabled and key not in self._compared:
-            self._compared.add(key)
-            return self.compare(entry.program, self._call(guard, inputs, args, kwargs))
         entry.runs += 1
-        if entry.runs >= entry.audit and current_backward() == -1 and self.may_audit():
+        due = entry.runs >= entry.audit or (entry.runs == 1 and compare_collectives.enabled)
+        if due and current_backward() == -1 and self.may_audit():
             entry.audit = max(4, 2 * entry.runs)
             result, why = self.audit(entry.program, self._call(guard, inputs, args, kwargs))
             if why:

@@ -7,7 +7,6 @@ that another rank runs eagerly.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -108,12 +107,6 @@ class Replay(GuardedForward):
         if program.calls:
             CALLS.extend(program.calls)
         return program.run(*inputs)
-
-    def compare(self, program: Program, call: ForwardCall) -> Any:
-        sources = sources_of(call)[0]
-        written = [sources[name] for name in program.written]
-        eager = partial(Replay.trace, self, call)
-        return check.compare_with_eager(self.name(), program, call.inputs, written, eager)
 
     def audit(self, program: Program, call: ForwardCall) -> tuple[Any, str]:
         result, again = Replay.trace(self, call)

@@ -42,15 +42,23 @@ def never_skip(module: _Module) -> _Module:
     return module
 
 
-def attach(module: nn.Module) -> None:
-    """Makes ``module``, or the modules in it that are worth it, skip their forward. Modules with a
-    parameter on this rank are left alone."""
+def skip(module: _Module) -> _Module:
+    """Makes ``module``, or the modules in it that are worth it, skip their forward on ranks that
+    have none of its parameters: from the second call of a kind on its results are known. Returns
+    the module. ``pipeline.split`` does this for the layers of stages. All ranks must call this
+    alike.
+
+    >>> model = dt.shard_module(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()), mesh)
+    >>> model = dt.pipeline.skip(model)
+    """
+    check_type("skip: module", module, nn.Module, "a module")
     for m in module.modules():
         worth = bool(m._modules) or not type(m).__module__.startswith("torch.nn")
         callable_ = type(m).forward is not nn.Module.forward and "forward" not in m.__dict__
         tensors = [*m.parameters(), *m.buffers()]
         if worth and callable_ and tensors and are_elsewhere(tensors):
             Skip(m).put()
+    return module
 
 
 class Skip(GuardedForward):

@@ -284,6 +284,6 @@ def test_modules_of_other_ranks(name):
     with fake_world(2, 1):
         mesh = dt.ProcessMesh([0], ("x",))
         module = defined(WAYS[name], "x.repeat({})")
-        skipped = dt.shard_module(Skipped(module.forward), mesh)
+        skipped = dt.pipeline.skip(dt.shard_module(Skipped(module.forward), mesh))
         x = dt.shard_tensor(torch.ones(2), mesh)
         check(name, Shape(skipped.forward, skipped, x), lambda v: [2 * v], module)

@@ -64,7 +64,7 @@ def on_stage(on: Stages, module: nn.Module, stage: int) -> nn.Module:
     """``module`` in float64 with its parameters among the leaves."""
     module = module.double()
     if on.meshes is not None:
-        dt.shard_module(module, on.mesh(stage))
+        dt.pipeline.skip(dt.shard_module(module, on.mesh(stage)))
     on.leaves += module.parameters()
     return module
 
@@ -72,7 +72,7 @@ def on_stage(on: Stages, module: nn.Module, stage: int) -> nn.Module:
 def elsewhere(make, rank: int = 1, **kwargs):
     """A module on rank 0 of a fake world in which this process is rank 1; and the mesh."""
     mesh = dt.ProcessMesh([0], ("x",))
-    return dt.shard_module(make(**kwargs), mesh), mesh
+    return dt.pipeline.skip(dt.shard_module(make(**kwargs), mesh)), mesh
 
 
 def count(f, *args, of="inner") -> int:
@@ -195,7 +195,7 @@ def test_values_and_gradients_as_in_one_process(program):
 def test_forwards_run_on_their_own_ranks_only():
     """In the first of three rounds everywhere, then not."""
     rank = torch.distributed.get_rank()
-    blocks = [dt.shard_module(Block(), mesh) for mesh in stage_meshes()]
+    blocks = [dt.pipeline.skip(dt.shard_module(Block(), mesh)) for mesh in stage_meshes()]
     for i in range(3):
         x = value(stage_meshes()[0], 4, 5)
         for stage, block in enumerate(blocks):
@@ -212,7 +212,7 @@ def test_random_numbers_go_on_behind_a_skipped_module():
         dt.manual_seed(3)
         block = Block(p=0.5)
         if meshes:
-            dt.shard_module(block, meshes[0])
+            dt.pipeline.skip(dt.shard_module(block, meshes[0]))
         for training in (True, True, True, False, True):
             block.train(training)
             block(value(meshes[0], 4, 5))
@@ -620,5 +620,5 @@ def test_shapes_that_always_change_end_the_trials(world):
 
 def test_ranks_inside_run_as_ever():
     with fake_world(2, rank=0):
-        block = dt.shard_module(Block(), dt.ProcessMesh([0], ("x",)))
+        block = dt.pipeline.skip(dt.shard_module(Block(), dt.ProcessMesh([0], ("x",))))
         assert "forward" not in block.__dict__
