@@ -167,13 +167,13 @@ class CompiledForward(Replay):
             return result, program
         if reads_what_it_wrote(program.lines):
             return result, "it reads a tensor anew after it has written to it"
-        if program.uses_written:  # AOTAutograd computes again from what was written
-            return result, "it uses a tensor after it has written to it, and needs gradients"
         sources, _ = sources_of(call)
         if program.writes and self.key_of_memory(call.guard, call.inputs) is not None:
             return result, "it writes to tensors, two of which share memory"
         if any(sources[name].local.grad_fn is not None for name in program.written):
             return result, "it writes to a tensor of autograd's graph"
+        if program.uses_written:  # AOTAutograd computes again from what was written
+            return result, "a backward needs a tensor from outside that it has written to"
         run = compiled(program, self.backend, self.options, self._breaks)
         return result, program._replace(run=run)
 
@@ -183,6 +183,10 @@ class CompiledForward(Replay):
         if len(set(memory)) == len(memory) and guard.memory.isdisjoint(memory):
             return None
         return tuple([(memory.index(m), m in guard.memory) for m in memory])
+
+    def audit(self, program: Program, call: ForwardCall) -> tuple[Any, str]:
+        with _compiling_regions():
+            return super().audit(program, call)
 
     def may_audit(self) -> bool:
         # A recomputation takes the way of the forward. In a micro-batch, a schedule may split an

@@ -27,9 +27,8 @@ _GENERATED = ("<replay>", "<eval_with_key>")  # files of code that torch or a re
 # Modules of Python's library whose answers change without a value that a guard can compare.
 UNSEEN = frozenset({
     "time", "datetime", "_datetime", "io", "_io", "posix", "nt", "genericpath", "pathlib",
-    "socket", "_socket", "secrets", "uuid", "subprocess", "threading", "_thread", "contextvars",
-    "_contextvars", "weakref", "_weakref", "gc", "platform", "tempfile", "ctypes", "_ctypes",
-    "signal", "mmap", "select",
+    "socket", "_socket", "secrets", "uuid", "subprocess", "threading", "_thread", "weakref",
+    "_weakref", "gc", "platform", "tempfile", "ctypes", "_ctypes", "signal", "mmap", "select",
 })  # fmt: skip
 _CALLBACKS = frozenset({"weakref", "_weakref", "gc"})  # are called at any time
 _ENVIRONMENT = ("_Environ.", "getenv", "listdir", "walk")  # in the module os
@@ -38,8 +37,8 @@ _DYNAMIC = frozenset({"vars", "dir", "locals", "globals"})
 # Modules of Python's library that read attributes by names that they compute.
 _WALKERS = frozenset({"dataclasses", "copy", "json", "pickle", "pprint", "reprlib"})
 _ASKS = frozenset({"getattr", "hasattr"})
-# What runs for these has no part in a result: loggers, and modules that are imported.
-_SILENT = frozenset({"logging", "warnings", "importlib", "_frozen_importlib"})
+# What runs for these has no part in a result: loggers, a search in modules, imports.
+_SILENT = frozenset({"logging", "warnings", "inspect", "importlib", "_frozen_importlib"})
 _BUILDS = frozenset({"format", "join", "replace", "strip", "split", "lower", "upper", "title"})
 _USER, _KNOWN, _LIBRARY, _ASIDE = range(4)
 

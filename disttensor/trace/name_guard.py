@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from collections import deque
 from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
 from itertools import repeat
 from operator import is_
 from typing import Any
@@ -21,6 +22,7 @@ class NameGuard:
         self._tables: list[tuple[str, Mapping[str, Any], list[str], list[Any]]] = []
         self._cells: list[tuple[str, Any, Any]] = []
         self._slots: list[tuple[str, Any, Any, Any]] = []
+        self._variables: list[tuple[ContextVar[Any], Any]] = []
         self._whole: list[tuple[Any, list[Any]]] = []
         self._codes: list[tuple[types.FunctionType, Any, Any, Any]] = []
         self._bytes: list[tuple[Any, bytes, Any]] = []
@@ -54,6 +56,11 @@ class NameGuard:
         self._slots.append((f"{name} of {type(value).__qualname__}", value, descriptor, content))
         return content
 
+    def variable(self, value: ContextVar[Any]) -> Any:
+        """Records and returns what a context variable has in this context."""
+        self._variables.append((value, found := value.get(_NONE)))
+        return found
+
     def elements(self, value: Any) -> list[Any]:
         """Records and returns the elements of a container."""
         parts = _elements(value)
@@ -83,6 +90,9 @@ class NameGuard:
         for name, value, descriptor, content in self._slots:
             if not _alike(_slot(descriptor, value), content):
                 return name
+        for variable, content in self._variables:
+            if not _alike(variable.get(_NONE), content):
+                return f"the context variable {variable.name}"
         for value, parts in self._whole:
             if not _same(_elements(value), parts):
                 return f"a {type(value).__name__}"

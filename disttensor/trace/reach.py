@@ -17,7 +17,8 @@ import re
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,7 @@ _PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {
     types.MemberDescriptorType, types.ClassMethodDescriptorType, types.MethodWrapperType,
     types.GenericAlias, types.UnionType, type(NotImplemented), torch.Generator, _FIELD,
 ), lambda v: ())  # fmt: skip
+_PLAIN = (*CONTAINERS, np.ndarray, Tensor)
 _CONSTANT_MODULES = ("logging", "typing", "abc", "disttensor", "ops", "reshard")
 
 
@@ -195,7 +197,16 @@ class Reach:
         read = sorted(n for n in table if whole or self._reads(n)) + sorted(hidden)
         if self._tried:
             self.values.size(owner, table)
-        self._add(self.values.table(owner, table, read))
+        self._follow(owner, table, read)
+
+    def _follow(self, owner: str, table: Mapping[str, Any], read: Sequence[str]) -> None:
+        """Follows the values of these names; of objects under names that are not in the code only
+        the identity counts."""
+        self.values.table(owner, table, read)
+        for name in read:
+            value = table.get(name)
+            if name in self.names or type(value) in CONSTANTS or isinstance(value, _PLAIN):
+                self._queue.append(value)
 
     def _class(self, kind: type) -> None:
         """Follows the attributes of a class, of its bases and of its metaclass that are read."""
@@ -210,7 +221,7 @@ class Reach:
         for b in users:
             if self._tried:
                 self.values.size(b.__qualname__, vars(b))
-            self._add(self.values.table(b.__qualname__, vars(b), names))
+            self._follow(b.__qualname__, vars(b), names)
         for b in bases:
             if b not in users and b not in self._classes:
                 self._classes.add(b)
@@ -239,15 +250,19 @@ class Reach:
             if value is not getattr(random, "_inst", None):
                 self.why = "it reads a generator of random numbers that is not torch's"
             return
+        if isinstance(value, ContextVar):
+            self._add([self.values.variable(value)])
+            return
         if isinstance(value, (np.ndarray, array.array, bytearray)):
             self.values.content(value)
             return
         users = [b for b in kind.__mro__ if not is_known(b.__module__)]
-        if any("__getattribute__" in vars(b) for b in users):
-            self.why = f"it reads a {kind.__qualname__}, which has a __getattribute__ of its own"
-            return
+        computed = any("__getattribute__" in vars(b) for b in users)
         holds = isinstance(value, (*CONTAINERS, types.MappingProxyType))
-        table = getattr(value, "__dict__", None)
+        try:
+            table = object.__getattribute__(value, "__dict__")
+        except AttributeError:
+            table = None
         slotted = any("__slots__" in vars(b) for b in kind.__mro__)
         seen = holds or isinstance(table, dict) or slotted
         if not seen or not roots.isdisjoint(UNSEEN) or inspect.isgenerator(value):
@@ -259,7 +274,8 @@ class Reach:
             self._add(self.values.elements(value))
         if isinstance(table, dict):
             # Code of Python's library and of torch reads attributes that no user's code names.
-            whole = any(is_known(b.__module__) for b in kind.__mro__[:-1] if b not in CONTAINERS)
+            bases = [b for b in kind.__mro__[:-1] if b not in CONTAINERS]
+            whole = computed or any(is_known(b.__module__) for b in bases)
             hidden = {n for b in users for n in vars(b) if n not in table and self._reads(n)}
             self._attributes(kind.__qualname__, table, whole, hidden)
         for base in kind.__mro__ if slotted else ():

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import BuiltinFunctionType, MethodWrapperType
 from typing import Any, NamedTuple
@@ -37,7 +37,13 @@ from disttensor.settings import Snapshot, snapshot
 from disttensor.tensor import views
 from disttensor.tensor.base import MeshTensor
 from disttensor.tensor.dist_tensor import DistTensor
-from disttensor.torch_private import no_function_mode, no_torch_function, storage_id
+from disttensor.torch_private import (
+    next_number,
+    no_function_mode,
+    no_torch_function,
+    node_number,
+    storage_id,
+)
 from disttensor.trace.results import Results
 from disttensor.trace.tape import Line, LineKind, Tape
 from disttensor.trace.torch_functions import (
@@ -68,7 +74,7 @@ class Program(NamedTuple):
     scope       the constants in the text, by name.
     writes      it writes to memory from outside.
     uses_written
-                a result that requires grad is computed from such memory, after the write.
+                a backward needs such memory as it is after the write.
     """
 
     run: Function
@@ -162,6 +168,7 @@ class CallRecorder(Observer):
         self.draws = 0  # random calls made inside of lines
         self.comms = 0  # collectives so far
         self.sent = 0  # collectives run inside of lines
+        self.first_node = 0  # of the last line
         self.memory = {_memory(getattr(x, "local", x)) for x in sources.values()}
         self.written_memory: set[int] = set()  # a part of it
         self.uses_written = False
@@ -257,8 +264,9 @@ class CallRecorder(Observer):
     def note_memory(self, args: Any, kwargs: Any, out: Any) -> None:
         """Notes a write to memory from outside, and a use of what was written there."""
         used = {_memory(t) for t in collect((args, kwargs), [])} & self.memory
-        if used & self.written_memory and any(t.requires_grad for t in collect(out, [])):
-            self.uses_written = True
+        if used & self.written_memory:
+            saved = _saved_since(self.first_node, collect(out, []))
+            self.uses_written |= any(_memory(t) in self.written_memory for t in saved)
         if self.line_writes:
             self.written_memory |= used
 
@@ -307,7 +315,7 @@ class CallRecorder(Observer):
     def line(self, *arguments: Any) -> Iterator[None]:
         """Surrounds a line: the generator of torch must not be seeded between lines."""
         self.same_generator()
-        before = _versions(arguments)
+        before, self.first_node = _versions(arguments), next_number()
         yield
         self.line_writes = _versions(arguments) != before
         self.follow_generator()
@@ -420,6 +428,19 @@ class CallRecorder(Observer):
         parts = tuple(self.parameters), lines, made, self.tape.scope
         memory = bool(self.written_memory), self.uses_written
         return Program(run, text, tuple(self.calls), written, *parts, *memory)
+
+
+def _saved_since(number: int, results: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the tensors that the nodes of ``results`` have saved, of nodes from a number on."""
+    saved: list[Any] = []
+    queue = [t.grad_fn for t in results if t.grad_fn is not None]
+    while queue:
+        node: Any = queue.pop()
+        if node_number(node) >= number:
+            saved += [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+            saved += getattr(node, "saved_tensors", ())
+            queue += [n for n, _ in node.next_functions if n is not None]
+    return collect(saved, [])
 
 
 def _memory(t: Tensor) -> int:
