@@ -25,6 +25,7 @@ from tests.test_imports import FILES
 #   random       regular tensors draw alike in each call on DistTensors
 #   tensor       hooks of leaves run once, at the end of a backward; derivations are data; edges of
 #                the graph stand for DistTensors
+#   trace        guards of all that the code that ran can read; the audit of recorded programs
 LINES = {
     "api": 1_051,
     "autograd": 1_348,
@@ -48,7 +49,7 @@ LINES = {
     "pipeline": 3_288,
     "random": 948,
     "reshard": 1_604,
-    "root": 2_353,
+    "root": 2_354,
     "simulate": 5_066,
     "tensor": 3_487,
     "trace": 2_910,

@@ -411,10 +411,10 @@ class CallRecorder(Observer):
     def program(self, result: Any, before: WorldState, merge: bool) -> Program:
         """Returns the Program. Raises Untraceable if the forward cannot be replayed."""
         self.same_generator()
-        if before.draws_until(world_state()) != self.draws:
-            raise Untraceable("it draws random numbers outside of functions of torch")
         if self.why:
             raise Untraceable(self.why)
+        if before.draws_until(world_state()) != self.draws:
+            raise Untraceable("it draws random numbers outside of functions of torch")
         if self.comms != self.sent:
             raise Untraceable("it communicates outside of functions of torch and reshards")
         for name, (local, spec) in self.states.items():
