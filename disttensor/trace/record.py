@@ -89,6 +89,9 @@ class Program(NamedTuple):
     uses_written: bool
 
 
+_CUSTOM = "it calls a custom autograd.Function, which gathers its DistTensors"
+
+
 class Ambient(NamedTuple):
     """State outside of a call on which its result may depend."""
 
@@ -345,7 +348,7 @@ class CallRecorder(Observer):
         if planned.call is not None and planned.call.mesh is not None:
             self.calls.append(planned.call)
         if type(planned) is PythonCall and not (self.quiet or self.within):
-            self.refuse("it calls a custom autograd.Function, which gathers its DistTensors")
+            self.refuse(_CUSTOM)
 
     def communicate(self, record: Any) -> None:
         self.comms += 1
@@ -411,10 +414,11 @@ class CallRecorder(Observer):
     def program(self, result: Any, before: WorldState, merge: bool) -> Program:
         """Returns the Program. Raises Untraceable if the forward cannot be replayed."""
         self.same_generator()
+        drew = before.draws_until(world_state()) != self.draws
+        if drew and self.why != _CUSTOM:  # which draws for its backward
+            raise Untraceable("it draws random numbers outside of functions of torch")
         if self.why:
             raise Untraceable(self.why)
-        if before.draws_until(world_state()) != self.draws:
-            raise Untraceable("it draws random numbers outside of functions of torch")
         if self.comms != self.sent:
             raise Untraceable("it communicates outside of functions of torch and reshards")
         for name, (local, spec) in self.states.items():
