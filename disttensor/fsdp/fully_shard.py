@@ -130,7 +130,8 @@ def shard_data_parallel(
         if shard_axis is not None and name not in split:
             axis = p.spec.mesh.axis(shard_axis)
         policy = policies.of[places[id(p)][0].owner]
-        if not p.dtype.is_floating_point:  # dtypes of a policy are real ones
+        # dtypes of a policy are real ones; numbers of 8 bits belong to a scale in another tensor
+        if not p.dtype.is_floating_point or p.dtype.itemsize == 1:
             return FSDPParam(name, p, places[id(p)], axis, p.dtype, p.dtype)
         dtype = policy.param_dtype or p.dtype
         return FSDPParam(name, p, places[id(p)], axis, dtype, policy.reduce_dtype or dtype)

@@ -23,7 +23,7 @@ from disttensor.fsdp.engine import ENGINE
 from disttensor.fsdp.module_tree import SegmentSpec
 from disttensor.fsdp.segment_policy import Segments, segments_of
 from disttensor.fsdp.shard_params import meshes_of, split_by
-from disttensor.nn.shard_module import check_subclasses
+from disttensor.nn.shard_module import check_sizes, check_subclasses
 from disttensor.nn.shared_memory import check_memory
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.user_facts import hooks_of
@@ -51,6 +51,7 @@ def check_arguments(
         raise ValueError(f"{who}: the module, or one in it, is under shard_data_parallel already")
     if shard_axis is not None and shard_axis == replicate_axis:
         raise ValueError(f"{who}: {shard_axis!r} is both shard_axis and replicate_axis")
+    check_sizes(who, dict((*module.named_parameters(), *module.named_buffers())))
     check_subclasses(who, module, {}, lambda value: id(value) in ignored)
     check_memory(who, module, lambda value: id(value) in ignored)
     params = {

@@ -220,12 +220,7 @@ def _choose(
         module.named_buffers(remove_duplicate=False),
     )
     tensors = {name: value for name, value in everything if mesh_of(value) is not None}
-    for name, value in tensors.items():
-        if nn.parameter.is_lazy(value):
-            raise ValueError(
-                f"shard_module: {name!r} is lazy, it has no sizes before the first call: call the "
-                "module once on a regular tensor, then shard it"
-            )
+    check_sizes("shard_module", tensors)
     chosen: dict[str, Sequence[Placement]] = {}
     for pattern, given, names in _entries(plan or {}, module, tensors):
         several = any(tensors[name].ndim for name in names)
@@ -252,6 +247,16 @@ def _choose(
             if one is None and other is not None:
                 chosen[first] = other
     return chosen
+
+
+def check_sizes(who: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises ValueError for a tensor of a lazy module."""
+    for name, value in tensors.items():
+        if nn.parameter.is_lazy(value):
+            raise ValueError(
+                f"{who}: {name!r} is lazy, it has no sizes before the first call (nn.LazyLinear "
+                "and its like): call the module once on a regular tensor, then shard it"
+            )
 
 
 def _entries(

@@ -16,6 +16,7 @@ from disttensor.tensor import views
 from disttensor.tensor.base import MeshTensor
 from disttensor.tensor.grad import get_grad, set_grad
 from disttensor.tensor.grad_slot import collector_of, remember_grad
+from disttensor.tensor.reshard import resharded
 from disttensor.tensor.uses import invalidate, leaves_of, made_from
 from disttensor.tensor.versions import mark_shared
 from disttensor.torch_private import no_torch_function
@@ -100,17 +101,20 @@ class InPlace(MeshTensor):
             )
         slot = self._grad_slot
         if slot is not None and slot.fixed_by and value.spec is not self.spec:
-            what = f"data of {self.spec!r}: the value is {value.spec!r}, and under {slot.fixed_by}"
-            if value.spec.dtype is not self.spec.dtype or value.spec.shape != self.spec.shape:
+            facts = [(x.spec.mesh, x.spec.shape, x.spec.dtype) for x in (self, value)]
+            if facts[0] != facts[1]:
                 raise RuntimeError(
-                    f"{what} the shape and the dtype stay. Change the module before it is sharded"
+                    f"data of {self.spec!r}: the value is {value.spec!r}, and under "
+                    f"{slot.fixed_by} the mesh, the shape and the dtype stay. Change the module "
+                    "before it is sharded"
                 )
-            raise RuntimeError(
-                f"{what} the layout stays, so the two cannot share memory. Copy the values, in "
-                "torch.no_grad(): param.copy_(value); in place of nn.utils.vector_to_parameters, "
-                "for param, part in zip(params, vector.split([p.numel() for p in params])): "
-                "param.copy_(part.view_as(param))"
-            )
+            source: Any = value.detach()
+            self.data = resharded(source, self.spec, fresh=True)
+            state = value._view_state
+            if self.is_initialized and (state is None or state.func is None):
+                # in one process they share memory: a later write to one is refused in the other
+                views.register_copy(value, self, torch.Tensor.set_)
+            return
         changes_layout = value.spec.with_dtype(self.spec.dtype) is not self.spec
         if changes_layout and self.local.requires_grad and not self.local.is_leaf:
             raise RuntimeError(
