@@ -112,6 +112,7 @@ def _leaves_of(inputs: Any) -> list[Any]:
         elif x.is_initialized:
             collector = collector_of(x)
             out += [leaf for _, leaf in leaves_of(x)]
+            out += [leaf for _, leaf in x._grad_slot.older_leaves()] if x._grad_slot else []
             out += [leaf for _, leaf in (collector.grad_leaves() if collector is not None else ())]
         elif not out:  # torch requires at least one input, and none lies on this rank
             out.append(token.leaf(x.spec.mesh.device, x.spec.dtype))
@@ -310,7 +311,8 @@ def _check_crossing(roots: Sequence[Tensor], keeps: bool = False) -> None:
 
 def _tensors_in_graph(x: Any) -> list[tuple[GradCollector | None, Axes, Any]]:
     """Returns the tensors in autograd's graph that an input stands for, each with its collector;
-    an empty list on a rank off its mesh."""
+    an empty list on a rank off its mesh. Leaves of an earlier layout raise an error if the graph
+    has them."""
     if type(x) is TensorNode:
         return [(None, *place) for place in x.places]
     if not isinstance(x, MeshTensor):
@@ -319,4 +321,6 @@ def _tensors_in_graph(x: Any) -> list[tuple[GradCollector | None, Axes, Any]]:
         return []
     collector = collector_of(x)
     theirs = collector.grad_leaves() if collector is not None else []
-    return [(of, *use) for of, uses in ((None, leaves_of(x)), (collector, theirs)) for use in uses]
+    older = x._grad_slot.older_leaves() if x._grad_slot is not None else []
+    own = [*leaves_of(x), *older]
+    return [(of, *use) for of, uses in ((None, own), (collector, theirs)) for use in uses]

@@ -38,6 +38,7 @@ class GradSlot:
     memory     the persistent memory of its gradient.
     bucket     equal for leaves whose gradients are reduced together, during the backward.
     hooks      of a leaf: see ``disttensor.tensor.leaf_hooks``.
+    replaced   weak references to its leaves of an earlier layout, which refuse gradients.
     """
 
     grad: Any = None
@@ -47,6 +48,13 @@ class GradSlot:
     memory: GradMemory | None = None
     bucket: object = None
     hooks: Any = None
+
+    def __init__(self) -> None:
+        self.replaced: list[tuple[Axes, weakref.ref[Tensor]]] = []
+
+    def older_leaves(self) -> list[tuple[Axes, Tensor]]:
+        """Returns the replaced leaves that a graph still has."""
+        return [(axes, leaf) for axes, ref in self.replaced if (leaf := ref()) is not None]
 
 
 def grad_slot(x: Any) -> GradSlot:

@@ -5,6 +5,7 @@ shape."""
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Self
 
 import torch
@@ -15,7 +16,7 @@ from disttensor.core.spec import DistSpec
 from disttensor.tensor import views
 from disttensor.tensor.base import MeshTensor
 from disttensor.tensor.grad import get_grad, set_grad
-from disttensor.tensor.grad_slot import collector_of, remember_grad
+from disttensor.tensor.grad_slot import collector_of, grad_slot, remember_grad
 from disttensor.tensor.reshard import resharded
 from disttensor.tensor.uses import invalidate, leaves_of, made_from
 from disttensor.tensor.versions import mark_shared
@@ -131,9 +132,11 @@ class InPlace(MeshTensor):
             _replace_token(self, self.local.requires_grad)
         elif value.is_initialized and self.local.is_meta and not value.local.is_meta:
             # torch's own ``data`` cannot replace a meta tensor by a tensor with memory
-            local = value.local.data.requires_grad_(self.local.requires_grad)
-            self.local = scale_average_grad(local, value.spec)
-            self._uses = None
+            _replace_leaf(self, value)
+        elif value.is_initialized and changes_layout and self.local.requires_grad:
+            _refuse_older_graphs(self, value.spec)
+            _replace_leaf(self, value)
+            self._sets_of_data += 1
         elif value.is_initialized:
             for _, t in leaves_of(self) if self.local.is_leaf else [((), self.local)]:
                 t.data = value.local.data
@@ -163,6 +166,34 @@ def _grad_to_move(x: MeshTensor, spec: DistSpec) -> MeshTensor | None:
             "Set its grad to None first"
         )
     return grad
+
+
+def _replace_leaf(x: MeshTensor, value: MeshTensor) -> None:
+    """Gives x a new local, with the piece of ``value``."""
+    local = value.local.data.requires_grad_(x.local.requires_grad)
+    x.local = scale_average_grad(local, value.spec)
+    x._uses = None
+    mark_shared(local)
+    if x._grad_slot is not None and x._grad_slot.hooks is not None:
+        x._grad_slot.hooks.watch(local)
+
+
+def _refuse_older_graphs(x: MeshTensor, spec: DistSpec) -> None:
+    """Lets a backward through a graph that has the leaves of x raise an error on all ranks, because
+    it would give gradients in the layout that x had. ``spec``: of the new value."""
+    what = (
+        f"backward through {x.spec!r}: its data were set to a value of another layout, {spec!r}, "
+        "after this graph was made, and the gradient is in the old layout. Run the backward first, "
+        "or redistribute the value to the placements of the tensor"
+    )
+
+    def refuse(_: Tensor) -> None:
+        raise RuntimeError(what)
+
+    slot = grad_slot(x)
+    for axes, leaf in leaves_of(x):
+        leaf.register_hook(refuse)
+        slot.replaced.append((axes, weakref.ref(leaf)))
 
 
 def _replace_token(x: MeshTensor, requires_grad: bool) -> None:
