@@ -553,6 +553,8 @@ def group_name(name: str) -> Iterator[None]:
             c10d._process_group_name, c10d._world = usual, seen
 
 
+# The device on which a group sends bytes of the CPU.
+object_device: Callable[[Any], str] = need("to send facts", c10d, "_get_object_coll_device")
 # The group that an operator of ``torch.ops.c10d`` is for.
 unboxed_group: Callable[[Any], Any] = need("to read collectives", dist.ProcessGroup, "unbox")
 _default_set = need("to put the process group aside", c10d, "_update_default_pg")

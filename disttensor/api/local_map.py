@@ -129,7 +129,11 @@ def local_map(
             key = p2p.CHANNEL.get(), key
         if mesh.coordinate is None:  # the ranks of the mesh send the metadata
             is_known = key in known
-            received = known[key] if is_known else objects.recv_object(mesh.root.ranks, mesh.device)
+            received = (
+                known[key]
+                if is_known
+                else objects.recv_object(mesh.root.ranks, mesh.device, any_class=True)
+            )
             if key is not None:
                 known[key] = received
             return execute.wrap_received(received, mesh, args, kwargs)
@@ -151,7 +155,7 @@ def local_map(
             ])  # fmt: skip
         described = describe_tensors(result)
         if broadcasts:
-            objects.send_object(described, mesh.root.ranks, mesh.device)
+            objects.send_object(described, mesh.root.ranks, mesh.device, any_class=True)
         elif known[key] != described:
             raise RuntimeError(
                 f"local_map: the results are {described}, and were {known[key]} in the first call "

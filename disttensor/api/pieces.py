@@ -6,7 +6,7 @@ import torch
 
 from disttensor.checks import check_type
 from disttensor.comm.groups import world_group
-from disttensor.comm.objects import gather_objects
+from disttensor.comm.objects import bytes_of, gather_objects
 from disttensor.tensor.dist_tensor import DistTensor
 
 
@@ -26,5 +26,18 @@ def pieces(x: DistTensor) -> list[torch.Tensor | None]:
     [tensor([0, 1, 2])]
     """
     check_type("pieces: x", x, DistTensor, "a DistTensor")
-    piece = x.local.detach().cpu() if x.spec.mesh.coordinate is not None else None
-    return gather_objects(piece, world_group())
+    mine = None
+    if x.is_initialized:
+        mine = tuple(x.local.shape), bytes_of(x.local).numpy().tobytes()
+    return [_piece(x, theirs) for theirs in gather_objects(mine, world_group())]
+
+
+def _piece(x: DistTensor, sent: tuple[tuple[int, ...], bytes] | None) -> torch.Tensor | None:
+    """Returns the piece of a rank that has sent its shape and its bytes."""
+    if sent is None:
+        return None
+    shape, data = sent
+    out = torch.empty(shape, dtype=x.dtype, device="cpu")
+    if data:
+        out.copy_(torch.frombuffer(bytearray(data), dtype=x.dtype).view(shape))
+    return out

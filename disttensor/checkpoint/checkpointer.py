@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -94,7 +95,7 @@ class Checkpointer:
         tensors: Tensors = {}
         values: dict[str, Any] = {}
 
-        def prepare() -> tuple[Any, str, str, dict[Any, str], dict[str, Any]]:
+        def prepare() -> tuple[Any, str, str, dict[Any, str], bytes]:
             compare_programs.check()
             if RANDOM in state:
                 raise ValueError(f"{RANDOM}= is a name that the checkpointer needs itself")
@@ -108,7 +109,7 @@ class Checkpointer:
             digests |= {(key, ()): _digest(value) for key, value in values.items()}
             generator = torch.get_rng_state()
             values[RANDOM] = {"state": counter.get_state(), "torch": generator}
-            return path, _specs(tensors), _digest(generator), digests, firsts
+            return path, _specs(tensors), _digest(generator), digests, _packed(firsts)
 
         everyone = _gather(what, group, prepare)
         seen: dict[Any, tuple[int, str]] = {}
@@ -121,7 +122,7 @@ class Checkpointer:
                         "that differ between ranks have no meaning on another mesh. Save a global "
                         "value, or leave it out"
                     )
-            for key, states in firsts.items():
+            for key, states in _unpacked(firsts).items():
                 values[key].setdefault("state", {}).update(states)
         if len({generator for _, _, generator, *_ in everyone}) > 1:
             values[RANDOM]["torch"] = None
@@ -235,6 +236,17 @@ class Checkpointer:
             if group.index == 0:
                 shutil.rmtree(job.path, ignore_errors=True)
             raise
+
+
+def _packed(states: Any) -> bytes:
+    """Returns the file of states that ``check_loadable`` has accepted."""
+    file = io.BytesIO()
+    torch.save(states, file)
+    return file.getvalue()
+
+
+def _unpacked(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=True)
 
 
 def _bytes(item: Any) -> int:

@@ -6,11 +6,8 @@ from __future__ import annotations
 
 import io
 import mmap
-import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +29,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from disttensor.checkpoint.synced_file import Sums, SyncedFile, path_inside
+from disttensor.comm.safe_pickle import METADATA, SafeUnpickler
 from disttensor.progress import Advance, bar
 from disttensor.torch_private import ArchiveReader
 
@@ -93,60 +91,13 @@ class Staged(DefaultSavePlanner):
         return data.contiguous()  # the reader expects it
 
 
-_CLASSES = {
-    "torch.distributed.checkpoint.metadata": {
-        "ChunkStorageMetadata", "TensorStorageMetadata", "BytesStorageMetadata", "Metadata",
-        "MetadataIndex", "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size"},
-}  # fmt: skip
-
-
-def _classes() -> list[Any]:
-    """Returns the classes that a pickle can name."""
-    listed = [(module, name) for module, names in _CLASSES.items() for name in names]
-    found = [getattr(import_module(module), name) for module, name in listed]
-    return [kind for kind in found if isinstance(kind, type)]
-
-
-class _Names(pickle.Unpickler):
-    """Unpickles the classes of a checkpoint's metadata, and nothing else."""
-
-    def load(self) -> Any:
-        """Returns the object. A pickle may set attributes of every object that it names, also of a
-        class: these are restored, and the pickle is refused."""
-        before = {kind: dict(vars(kind)) for kind in _classes()}
-        try:
-            return super().load()
-        finally:
-            changed = [kind for kind, attributes in before.items() if vars(kind) != attributes]
-            for kind in changed:
-                for name in {*before[kind], *vars(kind)}:
-                    if name not in before[kind]:
-                        delattr(kind, name)
-                    elif vars(kind)[name] is not before[kind][name]:
-                        setattr(kind, name, before[kind][name])
-            if changed:
-                raise pickle.UnpicklingError(f"it changes the class {changed[0].__name__}")
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name in _CLASSES.get(module, ()):
-            found = super().find_class(module, name)
-            return found if isinstance(found, type) else partial(found)
-        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
-            return dtype
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no metadata needs")
-
-
 class Reader(FileSystemReader):
     """Reads a checkpoint: unpickles only names, and copies tensors directly from the file to their
     place."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         with open(Path(self.path, ".metadata"), "rb") as file:
-            known: metadata.Metadata = _Names(file).load()
+            known: metadata.Metadata = SafeUnpickler(file, METADATA).load()
         self.pieces: dict[Any, tuple[torch.dtype, torch.Size]] = {
             (name, chunk.offsets): (entry.properties.dtype, chunk.sizes)
             for name, entry in known.state_dict_metadata.items()

@@ -1,4 +1,4 @@
-"""Exchanges picklable objects, and values that only some ranks have: for set-up and checks only.
+"""Exchanges facts, and values that only some ranks have: for set-up and checks only.
 
 Facts that a few ranks know (mostly about a tensor on their mesh) are sent to all other ranks of the
 world. Every rank takes part, as a sender or a receiver, so that message numbers stay equal.
@@ -16,43 +16,63 @@ import torch
 import torch.distributed as dist
 
 from disttensor import callbacks, observe
-from disttensor.comm import p2p, wire
+from disttensor.comm import p2p, safe_pickle, wire
 from disttensor.comm.collective_call import run
 from disttensor.comm.groups import Group
 from disttensor.comm.process_group import is_fake, world
 from disttensor.errors import MismatchError
+from disttensor.torch_private import object_device
 
 Tensor = torch.Tensor
 T = TypeVar("T")
 
 
-def gather_objects(value: Any, group: Group) -> list[Any]:
-    """Returns every member's picklable ``value``, in mesh order."""
+def gather_objects(value: Any, group: Group, any_class: bool = False) -> list[Any]:
+    """Returns every member's ``value``, in mesh order: facts, as ``safe_pickle`` lists their
+    classes. ``any_class``: it may contain picklable objects of the user."""
     for o in observe.seeing_calls():
         o.exchange_objects()
     if group.size == 1:
         return [value]
-    out: list[Any] = [None] * group.size
+    out: list[Any] = []
     # sizes differ between ranks and are not counted
     unknown = torch.empty(0, device="cpu")
-    fn: Any = dist.all_gather_object
-    if is_fake():
-        out, fn = [value] * group.size, _nothing
-    args = out, value, group.pg
-    return run("all_gather", group, unknown, 0, fn, args, lambda: group.to_members(out))
+
+    def fn() -> None:
+        if is_fake():
+            out[:] = [value] * group.size
+        else:
+            rows = _all_gather_bytes(pickle.dumps(value), group)
+            out[:] = [safe_pickle.loads(row, any_class) for row in rows]
+
+    return run("all_gather", group, unknown, 0, fn, (), lambda: group.to_members(out))
 
 
-def _nothing(*_: Any) -> None:
-    """Stands for a collective of a fake process group."""
+def _all_gather_bytes(mine: bytes, group: Group) -> list[bytes]:
+    """Returns the bytes of every member, in the order of the backend."""
+    data = _as_tensor(mine).to(object_device(group.pg))
+    sizes = data.new_empty(group.size, 1, dtype=torch.int64)
+    dist.all_gather(list(sizes), sizes.new_tensor([len(mine)]), group=group.pg)
+    lengths = sizes.view(-1).tolist()
+    rows = data.new_empty(group.size, max(lengths))
+    padded = torch.cat((data, data.new_zeros(max(lengths) - len(mine))))
+    dist.all_gather(list(rows), padded, group=group.pg)
+    return [row[:n].cpu().numpy().tobytes() for row, n in zip(rows, lengths, strict=True)]
+
+
+def _as_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def gather_results(
-    who: str, group: Group, run: Callable[[], T], kinds: Sequence[type[Exception]] = ()
-) -> list[T]:
+    who: str, group: Group, run: Callable[[], T], kinds: Sequence[type[Exception]] = (),
+    any_class: bool = False,
+) -> list[T]:  # fmt: skip
     """Returns ``run()`` of every member, in mesh order. An error of one rank is raised on all, of
     the first class of ``kinds`` that it is an instance of, else of the last. Without ``kinds`` its
-    own rank raises it unchanged, and the others RuntimeError. ``who``: the call, in errors. Raises
-    MismatchError if the members are at different calls.
+    own rank raises it unchanged, and the others RuntimeError. ``who``: the call, in errors.
+    ``any_class``: as in ``gather_objects``. Raises MismatchError if the members are at different
+    calls.
     """
     value, failure, error = None, None, None
     try:
@@ -62,7 +82,7 @@ def gather_results(
         kind = (*fitting, *kinds[-1:], RuntimeError)[0]
         name = "" if type(caught) is kind else f"{type(caught).__name__}: "
         failure = kind, f"{name}{caught}"
-    everyone = gather_objects((who, failure, value), group)
+    everyone = gather_objects((who, failure, value), group, any_class)
     if any(theirs != who for theirs, *_ in everyone):
         calls = [f"rank {r}: {w}" for r, (w, *_) in zip(group.ranks, everyone, strict=True)]
         raise MismatchError(
@@ -98,19 +118,28 @@ def other_ranks(ranks: Sequence[int]) -> list[int]:
     return [r for r in range(world()[1]) if r not in inside]
 
 
-def send_object(value: Any, ranks: Sequence[int], device: torch.device) -> None:
-    """Sends a picklable value to every other rank of the world, which calls ``recv_object``. All
-    ``ranks`` call this with the same value."""
+def send_object(
+    value: Any, ranks: Sequence[int], device: torch.device, any_class: bool = False
+) -> None:
+    """Sends facts to every other rank of the world, which calls ``recv_object``. All ``ranks`` call
+    this with the same value. ``any_class``: as in ``gather_objects``."""
     rest = other_ranks(ranks)
     if not rest:
         return
+    data, failure = pickle.dumps(value), None
+    try:
+        safe_pickle.loads(data, any_class)
+    except pickle.UnpicklingError as error:  # the other ranks wait: they get the error
+        failure = error
+        data = pickle.dumps(failure)
     tag = p2p.next_tag()
-    if world()[0] != ranks[0]:
-        return
-    payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
-    size = torch.tensor([len(payload)], device=device)
-    for i, part in enumerate((size, payload)):  # two sizes, so two tags
-        p2p.send(part, rest, tag + i, f"an object of ranks {list(ranks)}")
+    if world()[0] == ranks[0]:
+        payload = _as_tensor(data).to(device)
+        size = torch.tensor([len(payload)], device=device)
+        for i, part in enumerate((size, payload)):  # two sizes, so two tags
+            p2p.send(part, rest, tag + i, f"an object of ranks {list(ranks)}")
+    if failure is not None:
+        raise failure
 
 
 @contextlib.contextmanager
@@ -121,14 +150,15 @@ def send_errors(ranks: Sequence[int], device: torch.device) -> Iterator[None]:
         yield
     except Exception as error:
         sent: Exception = RuntimeError(f"{type(error).__name__}: {error}")
-        with contextlib.suppress(Exception):  # some classes cannot be pickled
-            sent = pickle.loads(pickle.dumps(error))
+        with contextlib.suppress(Exception):  # some cannot be sent
+            sent = safe_pickle.loads(pickle.dumps(error))
         send_object(sent, ranks, device)
         raise
 
 
-def recv_object(ranks: Sequence[int], device: torch.device) -> Any:
-    """Returns, or raises if it is an error, the object that ``ranks`` send to all other ranks."""
+def recv_object(ranks: Sequence[int], device: torch.device, any_class: bool = False) -> Any:
+    """Returns, or raises if it is an error, the object that ``ranks`` send to all other ranks.
+    ``any_class``: as in ``gather_objects``."""
     callbacks.before_metadata_receive.get()()
     tag, label = p2p.next_tag(), f"an object of ranks {list(ranks)}"
 
@@ -136,7 +166,8 @@ def recv_object(ranks: Sequence[int], device: torch.device) -> Any:
         return p2p.receive((n,), dtype, device, ranks[0], tag + i, label).wait()
 
     size = int(part(0, 1, torch.int64))
-    value = pickle.loads(part(1, size, torch.uint8).cpu().numpy().tobytes())
+    data = part(1, size, torch.uint8).cpu().numpy().tobytes()
+    value = safe_pickle.loads(data, any_class)
     if isinstance(value, Exception):
         raise value
     return value

@@ -200,7 +200,7 @@ def exchange(number: int, load: Callable[[], tuple[tuple[int, str], Any, Digests
     (samples and digest of the indices, format, digests of replicas), and its error is raised on all
     ranks, as is an error if facts differ."""
     group = world_group()
-    everyone = objects.gather_results(f"shard_loader: batch {number}", group, load)
+    everyone = objects.gather_results(f"shard_loader: batch {number}", group, load, any_class=True)
     seen: dict[Any, tuple[int, int]] = {}
     for rank, (theirs, *_) in zip(group.ranks, everyone, strict=True):
         if theirs != everyone[0][0]:

@@ -86,4 +86,4 @@ class _Sharded:
         on_first(f"Lightning: {name}", lambda: None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return objects.gather_objects(obj, world_group())[src]
+        return objects.gather_objects(obj, world_group(), any_class=True)[src]

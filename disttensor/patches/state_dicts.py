@@ -133,13 +133,13 @@ def wrap_state_dict_fn(original: Any) -> Any:
             state = state_dict["state"]
             for mesh, numbers in _by_mesh(of):
                 if mesh.coordinate is None:
-                    theirs = objects.recv_object(mesh.root.ranks, mesh.device)
+                    theirs = objects.recv_object(mesh.root.ranks, mesh.device, any_class=True)
                     state.update(execute.wrap_received(theirs, mesh, (), None))
                 else:
                     ours = {
                         i: substitute(state[i], describe_tensors) for i in numbers if i in state
                     }
-                    objects.send_object(ours, mesh.root.ranks, mesh.device)
+                    objects.send_object(ours, mesh.root.ranks, mesh.device, any_class=True)
             state_dict["state"] = dict(sorted(state.items()))
             return state_dict
 

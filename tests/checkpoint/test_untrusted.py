@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import disttensor as dt
-from disttensor.checkpoint.storage import _Names
+from disttensor.comm.safe_pickle import METADATA, SafeUnpickler
 
 
 def sets(name: str) -> bytes:
@@ -34,7 +34,7 @@ def test_a_pickle_that_sets_an_attribute_of_a_class_is_refused(name: str, tmp_pa
     path = tmp_path / "metadata"
     path.write_bytes(sets(name))
     with path.open("rb") as file, pytest.raises(pickle.UnpicklingError, match="changes the class"):
-        _Names(file).load()
+        SafeUnpickler(file, METADATA).load()
     assert dict(vars(MetadataIndex)) == before
 
 
