@@ -2,9 +2,12 @@
 
 Process groups and counters belong to a ``Runtime``, and are dropped with it. A mesh is dropped with
 its specs when no reference is left; a rank may hold it for longer than another rank, so
-communication never depends on that. ``current_runtime`` detects that ``destroy_process_group`` or
-``init_process_group`` was called: it starts a new Runtime and empties all caches. torch sends no
-event when a process group is destroyed, so the old Runtime lives until the next one is first used.
+communication never depends on that.
+
+A Runtime refers to its process group weakly, and ends with it: caches are emptied, groups and the
+watcher are dropped. So the store of the world ends when ``destroy_process_group`` returns, as it
+does without this project. A store that lived on would give the addresses of this world to the next
+one that the program starts on the same port.
 """
 
 from __future__ import annotations
@@ -13,18 +16,20 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary, ref
 
 from disttensor.cache import caches_aside, clear_caches
-from disttensor.torch_private import default_group
+from disttensor.torch_private import default_group, release_world
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Runtime:
-    """The state of one world. ``default``: its process group."""
+    """The state of one world. ``default_ref``: returns its process group; None if it has ended."""
 
-    default: Any
+    default_ref: Any = lambda: None
+    made: WeakSet[Any] = field(default_factory=WeakSet)  # Groups, which end with the world
     # interned, as long as tensors or cached plans refer to them
     meshes: WeakValueDictionary[Any, Any] = field(default_factory=WeakValueDictionary)
     shared: list[Any] = field(default_factory=list)  # meshes that torch has as a DeviceMesh
@@ -45,14 +50,19 @@ class Runtime:
     steps: Any = None  # disttensor.comm.compare_programs
     buffers: Any = None  # disttensor.comm.buffers
     name: str = ""  # disttensor.comm.process_group.world_name
+    store_lasts: bool = False  # the store of the world outlives it
     is_fake: bool | None = None  # None: not known yet
     is_nccl: bool | None = None
     posts_early_receives: bool = True  # disttensor.pipeline.early_receives
     stands_for: str = "fake"  # the backend that a fake process group imitates
 
+    @property
+    def default(self) -> Any:
+        return self.default_ref()
+
 
 # The world of one without a process group. Its meshes are kept while process groups exist.
-_alone = Runtime(None)
+_alone = Runtime()
 _current = _alone
 
 
@@ -78,7 +88,32 @@ def current_runtime() -> Runtime:
     """Returns the Runtime of the default process group."""
     global _current
     default = default_group()
-    if default is not _current.default:
-        clear_caches()
-        _current = _alone if default is None else Runtime(default)
+    if default is not _current.default_ref():
+        _end(_current)
+        if default is not None:
+            clear_caches()
+            release_world(default)
+            _current = Runtime()
+            _current.default_ref = ref(default, partial(_ended, ref(_current)))
     return _current
+
+
+def _ended(runtime: ref[Runtime], _: Any) -> None:
+    now = runtime()
+    if now is not None:
+        _end(now)
+
+
+def _end(now: Runtime) -> None:
+    """Drops what a world has, after its end."""
+    global _current
+    if now is _alone:
+        return
+    if now is _current:
+        clear_caches()
+        _current = _alone
+    now.groups.clear()
+    for group in list(now.made):
+        group.end()
+    if now.watcher:
+        now.watcher.end()

@@ -482,6 +482,15 @@ default_group: Callable[[], Any] = partial(
 )
 
 
+def release_world(group: Any) -> None:
+    """Makes the functions of ``torch.distributed.nn`` use the world of their call. Their defaults
+    are the world of their import, and would keep it and its store alive."""
+    for function in vars(importlib.import_module("torch.distributed.nn.functional")).values():
+        defaults = getattr(function, "__defaults__", None) or ()
+        if any(value is group for value in defaults):
+            function.__defaults__ = tuple([None if v is group else v for v in defaults])
+
+
 def default_store() -> Any:
     """Returns the store of the default process group."""
     return _world.pg_map[default_group()][1]

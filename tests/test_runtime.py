@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import socket
 import subprocess
 import sys
@@ -171,3 +172,68 @@ def test_worlds_of_one_program_follow_each_other(agent: bool, tmp_path: Path) ->
 
     code, out = forked.run(program)
     assert code == 0 and out.count("all worlds") == 2, out
+
+
+OWN_WORLDS = """
+import os, sys, time
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+import disttensor as dt
+
+rank, port = map(int, sys.argv[1:])
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank))
+sizes, slow = (3, 3, 2, 3), (0, 2, 1)
+for number, size in enumerate(sizes):
+    if rank < size:
+        os.environ["WORLD_SIZE"] = str(size)
+        limit = timedelta(seconds=30)
+        if number % 2:
+            dist.init_process_group("gloo", timeout=limit)
+        else:
+            place = f"tcp://127.0.0.1:{port}"
+            dist.init_process_group("gloo", place, limit, world_size=size, rank=rank)
+        mesh = dt.init_mesh((size,))
+        net = dt.shard_module(torch.nn.Linear(4, 4), mesh)
+        adam = torch.optim.Adam(net.parameters())
+        for step in range(2):
+            x = dt.shard_tensor(torch.ones(5, 4), mesh, [dt.Shard(0)])
+            net(x).sum().backward()
+            adam.step()
+        dist.destroy_process_group()
+        try:
+            x.sum().item()
+        except dt.errors.CommError as error:
+            assert "a world that has ended" in str(error), error
+        else:
+            raise AssertionError("a mesh of the last world is used")
+    if rank == slow[number % 3]:
+        time.sleep(1.5)
+print("all worlds")
+"""
+
+
+@pytest.mark.limit(120)
+def test_a_program_starts_its_own_worlds_on_one_port(tmp_path: Path) -> None:
+    """With ``init_process_group`` of its own, ranks that come late, and another number of ranks.
+    The user's tensors of the last world still exist."""
+    script = tmp_path / "worlds.py"
+    script.write_text(OWN_WORLDS)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, str(script)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(port)], env=env, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )
+        for rank in range(3)
+    ]  # fmt: skip
+    try:
+        texts = [rank.communicate(timeout=100)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert all("all worlds" in text for text in texts), "\n".join(texts)

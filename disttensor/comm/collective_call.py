@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from disttensor.comm import compare_collectives, failure_watch, log, lone_failure
-from disttensor.comm.groups import Group
+from disttensor.comm.groups import Ended, Group
 from disttensor.comm.work import Work
-from disttensor.errors import CommError, MismatchError
+from disttensor.errors import MismatchError
 from disttensor.observe import observers
 
 Tensor = torch.Tensor
@@ -49,7 +49,11 @@ def _announce(
     return entry
 
 
-def call_error(kind: str, group: Group, error: RuntimeError) -> CommError:
+def call_error(kind: str, group: Group, error: Exception) -> Exception:
+    if isinstance(group.pg, Ended):
+        return group.pg.error()
+    if isinstance(error, TypeError):
+        return error
     return failure_watch.comm_error(
         f"{kind} over mesh axes {'+'.join(group.axes)} (ranks {list(group.ranks)}) failed on rank "
         f"{group.ranks[group.index]}: a rank of the group is gone, or called something else.", error
@@ -69,7 +73,7 @@ def run(
             wait(work, group, sent, kind)
     except MismatchError:
         raise
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise call_error(kind, group, error) from error
     return finish()
 
@@ -91,7 +95,7 @@ def start(
         entry = _announce(kind, group, sent, share, op, True)
     try:
         work = fn(*args)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise call_error(kind, group, error) from error
 
     def end(kept: Any = args) -> T:  # keeps the tensors alive until the end

@@ -95,7 +95,7 @@ def _sum(x: Tensor, group: Group) -> Tensor:
         work = _allreduce(group.pg, [total], call_options("AllreduceOptions", False, "sum"))
         if work is not None:
             wait(work, group, total, "all_reduce")
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise call_error("all_reduce", group, error) from error
     return total
 

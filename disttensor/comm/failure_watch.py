@@ -17,11 +17,13 @@ import atexit
 import contextlib
 import os
 import queue
+import select
 import socket
 import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -58,7 +60,10 @@ class Watcher:
         self.rank, self.size = world()
         self.world, self.program = id(now.default), threading.get_ident()
         self.keeps_store, self.kept = keeps_store(), default_store()
-        self.store = _open_connection(self.kept)
+        self.store_lasts = now.store_lasts
+        self.store, line = _open_connection(self.kept)
+        self.line = line.detach()  # a file descriptor
+        weakref.finalize(self, os.close, self.line).atexit = False
         self.jobs: queue.SimpleQueue[tuple[Callable[[Any], None], threading.Event]] = (
             queue.SimpleQueue()
         )
@@ -83,12 +88,29 @@ class Watcher:
         if not self.stopped.is_set():
             self.stopped.set()
             self.jobs.put((lambda store: None, threading.Event()))
-            self.thread.join(PERIOD)
+            if threading.current_thread() is not self.thread:
+                self.thread.join(PERIOD)
+
+    def end(self) -> None:
+        """Ends with the world. A store that ends with it too is released at once; in a store that
+        lasts, this rank records at its exit that it has left."""
+        if self.store_lasts:
+            last_runtime().watcher = self
+            return
+        self.stop()
+        self.kept = None
+
+    def is_closed(self) -> bool:
+        """Returns True if the store has ended. After that, C++ would print each operation."""
+        return bool(select.select([self.line], [], [], 0)[0])
 
     def _run(self) -> None:
         due = 0.0
         try:
             while not self.stopped.is_set() and id(default_group()) == self.world:
+                if self.is_closed():
+                    self.lost = True
+                    break
                 if time.monotonic() >= due:
                     self.store.add(f"beat/{self.rank}", 1)
                     self._read_reports()
@@ -162,11 +184,13 @@ def _store_answers() -> bool:
     return True
 
 
-def _open_connection(store: Any) -> Any:
+def _open_connection(store: Any) -> tuple[Any, socket.socket]:
+    """Returns a connection to the store of a world, and a socket that closes with the store."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     own = open_store(store.host, store.port, keeps=False, limit=timedelta(seconds=10))
-    return dist.PrefixStore(f"disttensor/{world_name()}", own)
+    line = socket.create_connection((store.host, store.port), 10.0)
+    return dist.PrefixStore(f"disttensor/{world_name()}", own), line
 
 
 def _machine() -> str:
@@ -323,7 +347,7 @@ def leave() -> None:
     watcher = last_runtime().watcher
     if watcher:
         with contextlib.suppress(Exception):
-            if watcher.lost:  # the store is gone
+            if watcher.lost or watcher.is_closed():  # the store is gone
                 return
             if not watcher.failed:
                 watcher.store.set(f"left/{watcher.rank}", "")

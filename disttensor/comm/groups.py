@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from disttensor.comm import compare_collectives, failure_watch, lone_failure
 from disttensor.comm.process_group import wait_until, world, world_name
+from disttensor.errors import CommError
 from disttensor.runtime import current_runtime
 from disttensor.torch_private import group_name, set_timeout, timeout_of
 
@@ -41,9 +42,16 @@ class Group:
         self.order = tuple(numbers[rank] for rank in self.ranks)
         self.in_rank_order = self.order == tuple(range(len(self.ranks)))
 
+        if self.pg is not None:
+            current_runtime().made.add(self)
+
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    def end(self) -> None:
+        """Drops the process group, whose world has ended."""
+        self.pg = Ended(repr(self))
 
     def to_backend(self, rows: Any) -> Any:
         """Reorders one entry per member from mesh order to the backend's order."""
@@ -57,6 +65,22 @@ class Group:
 
     def __repr__(self) -> str:
         return f"Group({'+'.join(self.axes)}: ranks {list(self.ranks)})"
+
+
+class Ended:
+    """Replaces the process group of a world that has ended."""
+
+    def __init__(self, group: str) -> None:
+        self._group = group
+
+    def error(self) -> CommError:
+        return CommError(
+            f"{self._group} belongs to a world that has ended (destroy_process_group was called). "
+            "Make the mesh again, with dt.init_mesh or ProcessMesh, and the tensors on it"
+        )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise self.error()
 
 
 def _pick(rows: Any, order: Sequence[int]) -> Any:

@@ -123,6 +123,7 @@ def join_world(
     rank, size = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if there else (0, 1)
     store = _join_store(rank, size, timeout) if there else dist.HashStore()
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+    current_runtime().store_lasts = there != []
 
 
 @contextlib.contextmanager

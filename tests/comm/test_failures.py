@@ -142,7 +142,14 @@ def test_the_rank_that_keeps_the_store_posts_its_end_to_those_that_still_run(
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))  # a second for each look
     posted: list[str] = []
     beside = SimpleNamespace(
-        lost=False, failed="", rank=0, size=3, keeps_store=True, store=Store(ended), stop=list
+        lost=False,
+        failed="",
+        rank=0,
+        size=3,
+        keeps_store=True,
+        store=Store(ended),
+        stop=list,
+        is_closed=bool,
     )
     monkeypatch.setattr(failure_watch, "last_runtime", lambda: SimpleNamespace(watcher=beside))
     monkeypatch.setattr(failure_watch, "post", posted.append)
