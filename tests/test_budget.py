@@ -35,7 +35,7 @@ LINES = {
     "data": 760,
     "dispatch": 2_558,
     "experts": 650,
-    "fsdp": 3_227,
+    "fsdp": 3_234,
     "graphs": 1_408,
     "integrations": 774,
     "launching": 775,

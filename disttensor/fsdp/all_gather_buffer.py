@@ -45,8 +45,10 @@ class AllGatherBuffer:
         self.is_gathered = False
         self._arriving: tuple[Work[Tensor], Tensor, Any] | None = None
         self._gathered_versions: Any = None  # of the sharded parameters, at the last gather
-        self._version = 1  # of the memory while it is gathered
-        self._filled_at = 0  # its version then, including writes that autograd does not count
+        # of the unsharded parameters: their versions while they are gathered, as autograd counts
+        # them, and with the writes that it does not count
+        self._numbers = [1] * len(params)
+        self._filled_at = self._numbers
         self.memory.untyped_storage().resize_(0)
         self.free()
 
@@ -85,16 +87,17 @@ class AllGatherBuffer:
         if versions != self._versions() or (early and self._is_written_unseen()):
             self.start()
             out, versions = self._wait()
-        unchanged = self._gathered_versions == versions
+        earlier = self._gathered_versions or [None] * len(versions)
         self._allocate()
         with torch.no_grad():
             self.layout.unpack(out.view(self.layout.n, -1), self.blocks)
             for param, rows, whole in self.moved:
                 whole.copy_(param.from_rows(rows.clone()))
         # Unchanged values are the values that autograd saved; else autograd must see a write.
-        self._version += not unchanged
-        self._set_version(self._version)
-        self._filled_at = version(self.memory)
+        changed = [old != now for old, now in zip(earlier, versions, strict=True)]
+        self._numbers = [n + c for n, c in zip(self._numbers, changed, strict=True)]
+        self._set_versions(self._numbers)
+        self._filled_at = self._unsharded_versions()
         self.is_gathered, self._gathered_versions = True, versions
 
     def _wait(self) -> tuple[Tensor, Any]:
@@ -111,7 +114,7 @@ class AllGatherBuffer:
             buffers.drain(storage)
         else:
             storage.resize_(0)
-        self._set_version(0)  # a node that reads it now raises
+        self._set_versions([0] * len(self.params))  # a node that reads it now raises
         self.is_gathered = False
 
     def _allocate(self) -> None:
@@ -123,7 +126,10 @@ class AllGatherBuffer:
 
     def was_written(self) -> bool:
         """Returns True if the unsharded parameters were written to since the gather."""
-        return self.is_gathered and version(self.memory) != self._filled_at
+        return self.is_gathered and self._unsharded_versions() != self._filled_at
 
-    def _set_version(self, number: int) -> None:
-        set_versions((self.memory,), (number,))
+    def _unsharded_versions(self) -> list[int]:
+        return [version(p.unsharded_param.local) for p in self.params]
+
+    def _set_versions(self, numbers: list[int]) -> None:
+        set_versions(tuple(p.unsharded_param.local for p in self.params), tuple(numbers))

@@ -89,8 +89,9 @@ class FSDPParam:
         token.replacements[0] += 1  # modules will show another tensor
 
     def use_memory(self, memory: Tensor) -> None:
-        """Makes ``memory`` the local of ``unsharded_param``."""
-        leaf = memory.detach().requires_grad_(self.sharded_param.requires_grad)
+        """Makes ``memory`` the local of ``unsharded_param``. Autograd counts writes to it apart
+        from writes to the other parameters in this memory."""
+        leaf = memory.data.requires_grad_(self.sharded_param.requires_grad)
         self.set_unsharded(wrap(leaf, self.spec))
         set_collector(self.sharded_param, self)
         found = grad_slot(self.sharded_param).hooks

@@ -85,3 +85,33 @@ def test_numbers_of_8_bits_keep_their_dtype() -> None:
 def test_lazy_parameters_are_named(stage: int | None) -> None:
     with pytest.raises(ValueError, match=r"'0.weight' is lazy.*call the module once"):
         dt.shard_data_parallel(nn.Sequential(nn.LazyLinear(3)), line(), **ways(stage))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_a_write_to_one_parameter_between_two_forwards(stage: int | None) -> None:
+    """Other parameters of the segment keep the values that the first graph has saved."""
+
+    def losses(model: nn.Module, x: Any) -> list[Any]:
+        first: Any = model[0]
+        total = model(x).square().sum()
+        with torch.no_grad():
+            first.weight.add_(0.1)
+        total = total + model(x).square().sum()
+        total.backward()
+        return [full(total), *[full(p.grad) for p in model.parameters()]]
+
+    torch.manual_seed(0)
+    plain = mlp()
+    torch.manual_seed(0)
+    model = dt.shard_data_parallel(mlp(), line(), **ways(stage))
+    x = randn(5, 6)
+    want, got = losses(plain, x), losses(model, dt.shard_tensor(x, line(), [S0]))
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+    y = model(dt.shard_tensor(x, line(), [S0])).square().sum()
+    with torch.no_grad():
+        model[2].weight.add_(0.1)  # saved by the graph
+    if stage is not None:
+        model(dt.shard_tensor(x, line(), [S0]))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
