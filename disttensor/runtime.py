@@ -49,6 +49,8 @@ class Runtime:
     posts_errors: bool = True  # False: a debugger may stop this rank
     steps: Any = None  # disttensor.comm.compare_programs
     buffers: Any = None  # disttensor.comm.buffers
+    numbered: dict[int, Any] = field(default_factory=dict)  # disttensor.graphs.traced_comm
+    numbers: dict[Any, int] = field(default_factory=dict)
     name: str = ""  # disttensor.comm.process_group.world_name
     store_lasts: bool = False  # the store of the world outlives it
     is_fake: bool | None = None  # None: not known yet

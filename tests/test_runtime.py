@@ -19,9 +19,11 @@ from torch import nn
 import disttensor as dt
 import ops
 from disttensor import cache, run, runtime
+from disttensor.autograd import grad_types
 from disttensor.comm import p2p
 from disttensor.dispatch import dispatch
 from disttensor.dispatch.call_plan import CallPlan
+from disttensor.graphs import traced_comm
 from tests.support import forked
 from tests.support.pool import fake_world
 
@@ -237,3 +239,43 @@ def test_a_program_starts_its_own_worlds_on_one_port(tmp_path: Path) -> None:
         for rank in ranks:
             rank.kill()
     assert all("all worlds" in text for text in texts), "\n".join(texts)
+
+
+def compiled_rounds() -> None:
+    """Worlds of one, each with a compiled program: none outlives its world."""
+    import warnings
+
+    from disttensor.comm.groups import Group
+
+    warnings.simplefilter("ignore")
+    alive = []
+    for _ in range(3):
+        mesh = dt.init_mesh((1, 1), ("dp", "tp"))
+        net = dt.shard_module(nn.Linear(4, 4), mesh, {"weight": [dt.Replicate(), dt.Shard(0)]})
+        fast = dt.compile(net, backend="aot_eager")
+        x = dt.ones(4, 4, mesh=mesh, placements=[dt.Shard(0), dt.Replicate()])
+        fast(x).sum().backward()
+        transition = grad_types.transition_between(x.spec, (), x.spec.replicated(), ())
+        first = traced_comm.number_of(transition, object())
+        traced_comm.numbered(first)
+        dist.destroy_process_group()
+        sys.excepthook = sys.__excepthook__
+        try:
+            traced_comm.numbered(first)
+        except RuntimeError as error:
+            assert "a world that has ended" in str(error)
+        else:
+            raise AssertionError("an object of the last world has its number")
+        del mesh, net, fast, x, transition
+        gc.collect()
+        kinds = (dt.ProcessMesh, ops.DistSpec, Group, grad_types.GradTransition)
+        alive.append([sum(type(o) is kind for o in gc.get_objects()) for kind in kinds])
+    assert alive[1] == alive[2], alive
+
+
+def test_compiled_programs_end_with_their_world() -> None:
+    code = "from tests.test_runtime import compiled_rounds; compiled_rounds()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr[-3000:]

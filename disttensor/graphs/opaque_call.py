@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-from disttensor.graphs.traced_comm import _objects, number_of, small_tensor
+from disttensor.graphs.traced_comm import number_of, numbered, small_tensor
 from disttensor.pytree import CONSTANTS
 from disttensor.settings import snapshot
 from disttensor.torch_private import direct_apply, dispatch_state, storage_id
@@ -73,7 +73,7 @@ _enter = direct_apply(_Enter)
 
 
 def _call(given: Sequence[Tensor], number: int) -> list[Tensor]:
-    call = _objects[number]
+    call = numbered(number)
     tracked = any(m.requires_grad for m in call.made)
     graph = small_tensor()
     with call.dispatched(), torch.set_grad_enabled(tracked):
@@ -130,7 +130,7 @@ def _unshared(out: Sequence[Tensor], metas: Sequence[LocalMeta], shared: set[int
 
 
 def _fake_call(given: Sequence[Tensor], number: int) -> list[Tensor]:
-    return [*map(_empty, _objects[number].made), small_tensor()]
+    return [*map(_empty, numbered(number).made), small_tensor()]
 
 
 def _fake_back(grads: Sequence[Tensor], graph: Tensor, number: int) -> list[Tensor]:
@@ -138,7 +138,7 @@ def _fake_back(grads: Sequence[Tensor], graph: Tensor, number: int) -> list[Tens
 
 
 def _tracked(number: int) -> list[LocalMeta]:
-    return [m for m in _objects[number].given if m.requires_grad]
+    return [m for m in numbered(number).given if m.requires_grad]
 
 
 def _empty(m: LocalMeta) -> Tensor:

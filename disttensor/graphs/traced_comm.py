@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from itertools import count
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ import torch
 from disttensor.autograd.grad_types import GradTransition
 from disttensor.comm import collectives
 from disttensor.comm.work import Work
+from disttensor.runtime import current_runtime
 from disttensor.torch_private import keep_calls, storage_id
 from reshard.planner import background
 
@@ -29,8 +31,7 @@ Way = tuple[int, bool]  # the number of a transition, and whether it is started 
 
 NOTHING = -1  # the number of a transition that keeps the local
 REFUSED = -2  # the number of the gradient of a pending reduction that has none
-_objects: list[Any] = []
-_numbers: dict[Any, int] = {}
+_next = count()  # never the same number in two worlds: a program of an ended world finds nothing
 
 
 @cache
@@ -59,11 +60,22 @@ def number_of(value: Any, key: Any = None) -> int:
     equal for values that do the same; None: the value itself."""
     if isinstance(value, GradTransition) and value.run is None:
         return NOTHING
-    key = value if key is None else key
-    if key not in _numbers:
-        _numbers[key] = len(_objects)
-        _objects.append(value)
-    return _numbers[key]
+    key, now = value if key is None else key, current_runtime()
+    if key not in now.numbers:
+        now.numbers[key] = number = next(_next)
+        now.numbered[number] = value
+    return now.numbers[key]
+
+
+def numbered(number: int) -> Any:
+    """Returns the object of a number. Raises RuntimeError in another world."""
+    found = current_runtime().numbered.get(number)
+    if found is None:
+        raise RuntimeError(
+            "a compiled program of a world that has ended (destroy_process_group was called) runs: "
+            "call dt.compile again, on the module of this world"
+        )
+    return found
 
 
 def way_of(transition: GradTransition) -> Way:
@@ -78,7 +90,7 @@ def _beginning(transition: GradTransition) -> Callable[[Tensor], Work[Tensor]] |
 
 
 def _reshard(x: Tensor, number: int) -> Tensor:
-    return _of_its_own(_objects[number].run(x), x)
+    return _of_its_own(numbered(number).run(x), x)
 
 
 def _of_its_own(out: Tensor, x: Tensor) -> Tensor:
@@ -88,12 +100,12 @@ def _of_its_own(out: Tensor, x: Tensor) -> Tensor:
 
 
 def _fake_reshard(x: Tensor, number: int) -> Tensor:
-    return x.new_empty(_objects[number].dst.spec.local_shape)
+    return x.new_empty(numbered(number).dst.spec.local_shape)
 
 
 def _start(x: Tensor, number: int) -> Tensor:
     """Returns a tensor whose storage holds the work."""
-    begin, work = _beginning(_objects[number]), small_tensor()
+    begin, work = _beginning(numbered(number)), small_tensor()
     assert begin is not None
     work.untyped_storage().work = begin(x)  # type: ignore[attr-defined]
     return work
@@ -129,7 +141,7 @@ def _traced(x: Tensor, way: Way) -> Tensor:
 
 
 def _all_reduce(x: Tensor, op: str, group: int) -> Tensor:
-    return collectives.all_reduce(x, op, _objects[group])
+    return collectives.all_reduce(x, op, numbered(group))
 
 
 def _fake_all_reduce(x: Tensor, op: str, group: int) -> Tensor:
@@ -137,11 +149,11 @@ def _fake_all_reduce(x: Tensor, op: str, group: int) -> Tensor:
 
 
 def _all_gather(x: Tensor, group: int) -> Tensor:
-    return collectives.all_gather(x, _objects[group])
+    return collectives.all_gather(x, numbered(group))
 
 
 def _fake_all_gather(x: Tensor, group: int) -> Tensor:
-    return x.new_empty((_objects[group].size, *x.shape))
+    return x.new_empty((numbered(group).size, *x.shape))
 
 
 class _TracedReshard(torch.autograd.Function):
