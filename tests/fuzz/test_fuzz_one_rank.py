@@ -11,8 +11,8 @@ from tests.fuzz import fuzz_changes, fuzz_one_rank
 from tests.support import pool
 from tests.support.part import commit
 
-ACTING = {2: 25, 4: 15}  # of a commit, in a world of this size
-CHANGED = {2: 150, 4: 60}
+ACTING = {2: 15, 4: 8}  # of a commit, in a world of this size
+CHANGED = {2: 80, 4: 30}
 
 
 def reports(fuzzer: Any, count: int, world: int) -> str:

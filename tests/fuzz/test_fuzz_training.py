@@ -15,7 +15,7 @@ from tests.support import pool
 from tests.support.part import commit, part
 
 COUNT = {2: 12, 4: 8}  # of a commit, in a world of this size
-COMPILED = 4  # of a commit, on 2 ranks
+COMPILED = 2  # of a commit, on 2 ranks
 # A weight that a layer of another stage reads, in a segment that begins and ends often
 SHARED = [
     # a stage brought a shard of a shared weight, which the other stage sent whole

@@ -16,6 +16,7 @@ from ops.factors import NoRule
 from ops.registry import RULES
 from ops.signatures import form_of
 from tests.opinfo.opinfo_call import OPS
+from tests.support.part import EVERYTHING, part
 from tests.support.pool import on_ranks
 from tests.support.simulate import check_rule, plan
 from tests.support.structure import replace_tensors
@@ -63,7 +64,8 @@ def check(func: Any, *args: Any, **kwargs: Any) -> int:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_samples_of_integers_in_every_function_that_passes_a_pending_sum_on() -> None:
     passed, failed = set(), []
-    for op, dtype in itertools.product(OPS.values(), (torch.int64, torch.uint8)):
+    ops = part([*OPS.values()], len(OPS) // 3)
+    for op, dtype in itertools.product(ops, (torch.int64, torch.uint8)):
         if op.op not in RULES or dtype not in op.dtypes or "empty" in op.name:
             continue
         for sample in itertools.islice(op.sample_inputs("cpu", dtype), SAMPLES):
@@ -73,7 +75,7 @@ def test_samples_of_integers_in_every_function_that_passes_a_pending_sum_on() ->
             except AssertionError as error:
                 failed.append(f"{dtype} {error}")
     assert not failed, "\n".join(failed)
-    assert len(passed) > 100
+    assert len(passed) > (100 if EVERYTHING else 20)
 
 
 def values(dtype: torch.dtype) -> torch.Tensor:
