@@ -410,19 +410,19 @@ def loaded() -> None:
 class Repeated(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.weight, self.times = nn.Parameter(torch.ones(4)), 1
+        self.weight = nn.Parameter(torch.ones(4))
 
     def forward(self, x):
-        return (x * self.weight).repeat(self.times)
+        return (x * self.weight).repeat(2 if self.training else 1)
 
 
 def changed_modules() -> None:
     for rank in (0, 1):
         mesh = of_each_rank(rank)
-        module = dt.shard_module(Repeated(), mesh, {})
-        for times in (1, 1, 1, 2):
-            module.times = times
-            assert module(leaf(mesh)).shape == (4 * times,)
+        module = dt.pipeline.skip(dt.shard_module(Repeated(), mesh, {}))
+        for training in (False, False, False, True):
+            module.train(training)
+            assert module(leaf(mesh)).shape == (8 if training else 4,)
 
 
 def pieces() -> Any:
