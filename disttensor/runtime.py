@@ -51,6 +51,7 @@ class Runtime:
     buffers: Any = None  # disttensor.comm.buffers
     numbered: dict[int, Any] = field(default_factory=dict)  # disttensor.graphs.traced_comm
     numbers: dict[Any, int] = field(default_factory=dict)
+    is_aside: bool = False  # another world has its place for a while
     name: str = ""  # disttensor.comm.process_group.world_name
     store_lasts: bool = False  # the store of the world outlives it
     is_fake: bool | None = None  # None: not known yet
@@ -74,11 +75,12 @@ def set_runtime_aside() -> Iterator[None]:
     its meshes and groups at the end. The caller keeps its process group alive."""
     global _current
     kept = current_runtime()
+    before, kept.is_aside = kept.is_aside, True
     with caches_aside():
         try:
             yield
         finally:
-            _current = kept
+            _current, kept.is_aside = kept, before
 
 
 def last_runtime() -> Runtime:
@@ -109,7 +111,7 @@ def _ended(runtime: ref[Runtime], _: Any) -> None:
 def _end(now: Runtime) -> None:
     """Drops what a world has, after its end."""
     global _current
-    if now is _alone:
+    if now is _alone or now.is_aside:
         return
     if now is _current:
         clear_caches()

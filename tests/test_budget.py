@@ -49,7 +49,7 @@ LINES = {
     "pipeline": 3_288,
     "random": 948,
     "reshard": 1_604,
-    "root": 2_402,
+    "root": 2_404,
     "simulate": 5_066,
     "tensor": 3_534,
     "trace": 2_914,
