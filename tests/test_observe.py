@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,14 +59,31 @@ def model(mesh: Any) -> nn.Module:
     return dt.shard_module(net, mesh, {"0.weight": [dt.Shard(0)], "2.weight": [dt.Shard(1)]})
 
 
+class Calls(logging.Handler):
+    """Calls a function where no guard of a replay looks: behind a logger."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def emit(self, record: Any) -> None:
+        self.function()
+
+
+LOGGER = logging.getLogger(__name__)
+LOGGER.propagate = False
+
+
 def in_replay(mesh: Any, check: Any) -> None:
+    LOGGER.handlers = [Calls(check)]
+
     class Looks(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.inner = model(mesh)
 
         def forward(self, x: Any) -> Any:
-            check()
+            LOGGER.warning("runs")
             return self.inner(x)
 
     net = dt.replay(Looks())
