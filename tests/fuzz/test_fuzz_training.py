@@ -14,7 +14,7 @@ from tests.fuzz.training_setups import Setup, make
 from tests.support import pool
 from tests.support.part import commit, part
 
-COUNT = {2: 12, 4: 8}  # of a commit, in a world of this size
+COUNT = {2: 8, 4: 5}  # of a commit, in a world of this size
 COMPILED = 2  # of a commit, on 2 ranks
 # A weight that a layer of another stage reads, in a segment that begins and ends often
 SHARED = [

@@ -12,8 +12,8 @@ from tests.opinfo import opinfo, opinfo_check, opinfo_compile
 from tests.support import pool
 from tests.support.part import part
 
-PARTS = 8  # a commit runs one of eight on two ranks, one of sixteen on four
-COMPILED = 12  # functions of a commit under dt.compile
+PARTS = 16  # a commit runs one of sixteen on two ranks, one of 32 on four
+COMPILED = 8  # functions of a commit under dt.compile
 PIECES = 2  # tests that this part comes in, so that they run side by side
 ROOT = pool.ROOT
 
