@@ -314,7 +314,7 @@ FIRST_CALLS = """
 import torch, disttensor as dt
 x = dt.distribute_tensor(torch.arange(4.0), None, [dt.Shard(0)])
 model = dt.fully_shard(torch.nn.Linear(4, 4))
-print(x.device_mesh.size(), model.weight.placements)
+print(f"{x.device_mesh.size()} {model.weight.placements}")
 """
 
 
