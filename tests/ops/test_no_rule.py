@@ -56,7 +56,7 @@ SHAPED: list[tuple[Any, ...]] = [
     ("unfold of a number", T.unfold, ONE, 0, 1, 1),
     ("another size", T.view, C.float(), torch.int16),
     ("a fill_value", T.new_full, C, (2, 3), ONE),
-    ("data that are a tensor", T.new_tensor, C, V.clone()),
+    ("data that are or hold a tensor", T.new_tensor, C, V.clone()),
     ("bounds that are tensors", torch.randint_like, C, torch.tensor(1)),
 ]
 REDUCED: list[tuple[Any, ...]] = [

@@ -58,7 +58,7 @@ OTHERS = {
         lambda: sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True)
     ),
     "mkldnn": _called(torch._C._set_mkldnn_enabled, False, True),
-    "cudnn": _attribute(torch.backends.cudnn, "benchmark", True),
+    "cudnn": _called(torch._C._set_cudnn_benchmark, True, False),
     "inference": _entered(torch.inference_mode),
     "fill": _attribute(torch.utils.deterministic, "fill_uninitialized_memory", False),
     "rng": _entered(lambda: dt.random.rng("invariant")),
