@@ -102,7 +102,7 @@ dist: .venv/.installed-dist
 native: .venv/.native
 
 python: .venv/.installed
-	DISTTENSOR_PYTHON=1 $(TEST) $$($(BIN)/python -m tests.support.part 32) $(ARGS)
+	DISTTENSOR_PYTHON=1 $(TEST) $$($(BIN)/python -m tests.support.part 64) $(ARGS)
 
 gpu: export ORACLE_DEVICE = cuda
 gpu: export PYTORCH_NVML_BASED_CUDA_CHECK = 1

@@ -158,7 +158,7 @@ def test_what_else_a_composition_takes():
     tied = model.head.bias = model.up.bias
     model = dt.shard_data_parallel(model, mesh["dp"], "dp")
     assert model.head.bias is model.up.bias and model.up.bias.process_mesh is mesh["dp", "tp"]
-    with pytest.raises(RuntimeError, match="brought .* to"):
+    with pytest.raises(RuntimeError, match=r"brought .* to"):
         torch.optim.SGD([tied], 0.1).step()
     whole = dt.shard_module(Model(), dt.init_mesh((2, 2), NAMES), {"up.weight": [R, S(0)]})
     dt.shard_data_parallel(whole, dt.init_mesh((2, 2), NAMES)["dp"], "dp")
