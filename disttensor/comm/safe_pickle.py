@@ -24,7 +24,7 @@ METADATA: Names = {
     "torch": {"Size"},
 }  # fmt: skip
 
-# of what ranks send to each other
+# of the facts that ranks send to each other
 _FACTS: Names = {
     **METADATA,
     "builtins": {"complex", "frozenset", "set", "slice"},

@@ -85,7 +85,7 @@ def _check_average(x: Tensor, op: str) -> None:
 
 
 def encode_memory(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
-    """Returns the memory of x, which is summed as it is, and its decoding function (or None)."""
+    """Returns the memory of x as numbers to reduce there, and its decoding function (or None)."""
     return (torch.view_as_real(x), torch.view_as_complex) if x.dtype.is_complex else (x, None)
 
 

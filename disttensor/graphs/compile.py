@@ -172,7 +172,7 @@ class CompiledForward(Replay):
             return result, "it writes to tensors, two of which share memory"
         if any(sources[name].local.grad_fn is not None for name in program.written):
             return result, "it writes to a tensor of autograd's graph"
-        if program.uses_written:  # AOTAutograd computes again from what was written
+        if program.uses_written:  # AOTAutograd would compute again from the new value
             return result, "a backward needs a tensor from outside that it has written to"
         run = compiled(program, self.backend, self.options, self._breaks)
         return result, program._replace(run=run)

@@ -60,7 +60,7 @@ def seeds_of_run() -> tuple[int, ...]:
 def end_run(states: Iterable[RandomState]) -> None:
     """Moves the counter and the generators from which a micro-batch drew, for the next run.
 
-    What moves the counter is equal on all ranks: they run the same calls on DistTensors.
+    All ranks move the counter alike, because they run the same calls on DistTensors.
     """
     drew = [any(of_one) for of_one in zip(*(state.drew for state in states), strict=True)]
     for draw in compress((counter.count, *_DRAWS), drew):

@@ -276,7 +276,7 @@ class fork_generators:
 
 
 def _is_counted(note: Any) -> bool:
-    """Returns True for a random call whose numbers are not those of a user's generator."""
+    """Returns True for a random call that draws from no generator of the user."""
     return type(note) is Note and note.call > 0
 
 

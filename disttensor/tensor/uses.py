@@ -244,7 +244,7 @@ def set_derivation(result: Any, local: Tensor, source: Any, *call: Any) -> None:
 
 
 def with_versions(tensors: Sequence[Any]) -> list[tuple[Tensor, int]]:
-    """Returns those of the arguments that are tensors, with their versions."""
+    """Returns the tensors among the arguments, with their versions."""
     return [(t, version(t)) for t in tensors if isinstance(t, Tensor)]
 
 

@@ -1,10 +1,9 @@
-"""CodeWatch: the code of users that runs while a forward is recorded, and what in it no guard can
-see.
+"""CodeWatch: the code of users that runs in a recording, and why guards may not see its reads.
 
 A forward depends on a value only if code that ran has read it. So the names in this code are all
-names that ``CodeGuard`` compares, and a branch that was not taken needs no guard: what decided for
-it has one. Code of torch, of Python's library and of this package is known, but for functions that
-read the clock, the environment, files, or attributes whose names are not in the code.
+names that ``CodeGuard`` compares, and a branch that was not taken needs no guard: the value that
+decided has one. Code of torch, of Python's library and of this package is known, but for functions
+that read the clock, the environment, files, or attributes whose names are not in the code.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _DYNAMIC = frozenset({"vars", "dir", "locals", "globals"})
 # Modules of Python's library that read attributes by names that they compute.
 _WALKERS = frozenset({"dataclasses", "copy", "json", "pickle", "pprint", "reprlib"})
 _ASKS = frozenset({"getattr", "hasattr"})
-# What runs for these has no part in a result: loggers, a search in modules, imports.
+# Loggers, searches in modules and imports: the code that they run has no part in a result.
 _SILENT = frozenset({"logging", "warnings", "inspect", "importlib", "_frozen_importlib"})
 _BUILDS = frozenset({"format", "join", "replace", "strip", "split", "lower", "upper", "title"})
 _USER, _KNOWN, _LIBRARY, _ASIDE = range(4)
@@ -131,7 +130,7 @@ class Names(NamedTuple):
     """Names that code reads: of globals, of attributes (with its strings), and of modules that it
     imports, with their level.
 
-    tried       may be missing without an error: what ``getattr`` and ``hasattr`` are asked for, and
+    tried       may be missing without an error: arguments of ``getattr`` and ``hasattr``, and
                 attributes in code that catches errors
     computes    the code may compute a string, and so the name of an attribute
     """

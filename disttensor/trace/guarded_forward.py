@@ -229,8 +229,7 @@ class GuardedForward(InstanceForward):
                 return result
         wider = self.new_guard(watch)
         if wider is guard or wider.why:
-            program = wider.why or program
-            self._programs[key] = program if type(program) is str else _Entry(program, 4)
+            self._keep(key, wider.why or program, 4)
             self._report(wider.why)
         elif own == key[-3:-1]:
             self._widen(wider, key, inputs, program)
@@ -247,7 +246,10 @@ class GuardedForward(InstanceForward):
         elif type(program) is str and program.startswith(_CHANGES):
             return  # a first call may fill a cache
         key = (*key[:-3], self.key_of_own(guard), guard.flags(), key[-1])
-        self._programs[key] = program if type(program) is str else _Entry(program, 1)
+        self._keep(key, program, 1)
+
+    def _keep(self, key: Any, program: Any, audit: int) -> None:
+        self._programs[key] = program if type(program) is str else _Entry(program, audit)
 
     def _renew_guard(self, change: str) -> CodeGuard | None:
         """Guards the forward again. Returns None to stop trying."""

@@ -42,12 +42,12 @@ class NameGuard:
         """Records how many names a table has."""
         self._sizes.append((owner, table, len(table)))
 
-    def function(self, f: types.FunctionType, closure: bool) -> list[Any]:
+    def function(self, f: types.FunctionType) -> list[Any]:
         """Records the code and defaults of ``f``, and its closure; returns the values in them."""
-        cells = f.__closure__ or () if closure else ()
+        cells = f.__closure__ or ()
         contents = [_content(cell) for cell in cells]
         names = [f"{name} of {f.__qualname__}" for name in f.__code__.co_freevars]
-        self._cells += zip(names, cells, contents, strict=False)
+        self._cells += zip(names, cells, contents, strict=True)
         self._codes.append((f, f.__code__, f.__defaults__, f.__kwdefaults__))
         return [*contents, *(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()]
 

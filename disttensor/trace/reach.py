@@ -70,10 +70,10 @@ class Reach:
 
     ran, code   the code that has run; before the first run, ``code`` also has the functions that
                 the target seems to call
-    names       the names of attributes in it; ``dynamic``: all attributes count
-    values      what is read, and its places
-    trees       the modules; ``roots``: those of them that the target does not contain
-    tensors     each once
+    names       the names of attributes in the code; ``dynamic``: all attributes count
+    values      compares the values that are read, at their places
+    trees       the guards of the modules; ``roots``: the modules that are not the target
+    tensors     the tensors that are read, each once
     why         the reason for not recording the target, or ""
     """
 
@@ -164,9 +164,8 @@ class Reach:
                 hooks = name.endswith("_hooks") or "_hooks_" in name
                 if not hooks and name not in _TABLES and (known or self._reads(name)):
                     read.append(name)
-            owner = type(m).__qualname__
-            self._add(self.values.table(owner, m.__dict__, [] if known else read))
-            self._add(m.__dict__[name] for name in read if known)
+            self.values.table(type(m).__qualname__, m.__dict__, [] if known else read)
+            self._add(m.__dict__[name] for name in read)
         for t in tree.tensors:
             if id(t) not in self._seen:
                 self._seen[id(t)] = t
@@ -234,7 +233,7 @@ class Reach:
         if not (ran or known) and len(self.code) < self._guesses:
             self.code[f.__code__] = f.__globals__
         if ran or (known and f.__closure__):
-            self._add(self.values.function(f, closure=True))
+            self._add(self.values.function(f))
         if vars(f) or ran:
             self._attributes(f.__qualname__, vars(f), whole=known)
 
@@ -265,7 +264,7 @@ class Reach:
             table = None
         slotted = any("__slots__" in vars(b) for b in kind.__mro__)
         seen = holds or isinstance(table, dict) or slotted
-        if not seen or not roots.isdisjoint(UNSEEN) or inspect.isgenerator(value):
+        if not seen or not roots.isdisjoint(UNSEEN):
             self.why = f"it reads a {kind.__qualname__}, whose changes cannot be seen"
             return
         if kind not in CONTAINERS:

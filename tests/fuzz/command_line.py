@@ -47,7 +47,8 @@ def shrunk(case: T, simpler: Callable[[T], Iterable[T]], fails: Callable[[T], An
 
 def each_seed(
     seeds: Iterable[int],
-    make: Callable[[int], T],
+    world: int,
+    make: Callable[[int, int], T],
     failure: Callable[[T], str],
     simpler: Callable[[T], Iterable[T]],
 ) -> int:
@@ -55,7 +56,7 @@ def each_seed(
     returns the report of a case, or "" if it is right."""
     failed = 0
     for seed in seeds:
-        case = make(seed)
+        case = make(seed, world)
         report = failure(case)
         if report:
             failed += 1

@@ -11,18 +11,25 @@ import ast
 import math
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 import disttensor as dt
 from disttensor import DistTensor, ProcessMesh
-from tests.fuzz import fuzz_programs
 from tests.fuzz.command_line import each_seed, fuzz, report_of, tell
-from tests.fuzz.fuzz_programs import difference, everyone, mesh_for, refused, where, whole
+from tests.fuzz.fuzz_programs import (
+    difference,
+    everyone,
+    mesh_for,
+    refused,
+    simpler_cases,
+    where,
+    whole,
+)
 from tests.fuzz.fuzz_world import Program, World, execute, numbers, placements
 from tests.support import oracle, pool
 
@@ -295,14 +302,8 @@ def is_defined(program: Program) -> bool:
     return True
 
 
-def simpler(case: Case) -> Iterator[Case]:
-    for program in fuzz_programs.simpler(case.program):
-        if is_defined(program):
-            yield replace(case, program=program)
-
-
 def main(first: int, last: int, world: int) -> int:
-    return each_seed(range(first, last), lambda seed: make(seed, world), failure, simpler)
+    return each_seed(range(first, last), world, make, failure, simpler_cases(is_defined))
 
 
 if __name__ == "__main__":

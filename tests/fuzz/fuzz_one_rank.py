@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from disttensor.random import counter
 from disttensor.runtime import current_runtime
 from tests.fuzz import fuzz_programs
 from tests.fuzz.command_line import each_seed, fuzz, report_of, tell
+from tests.fuzz.fuzz_programs import simpler_cases
 from tests.fuzz.fuzz_replay import described
 from tests.fuzz.fuzz_world import Program, World, execute, steady
 from tests.fuzz.fuzz_writer import make as make_program
@@ -166,14 +167,8 @@ def failure(case: Case) -> str:
     return report
 
 
-def simpler(case: Case) -> Iterator[Case]:
-    for program in fuzz_programs.simpler(case.program):
-        if steady(program):
-            yield replace(case, program=program)
-
-
 def main(first: int, last: int, world: int) -> int:
-    return each_seed(range(first, last), lambda seed: make(seed, world), failure, simpler)
+    return each_seed(range(first, last), world, make, failure, simpler_cases(steady))
 
 
 if __name__ == "__main__":

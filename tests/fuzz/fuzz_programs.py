@@ -194,6 +194,17 @@ def run(
     return reports
 
 
+def simpler_cases(is_legal: Callable[[Program], bool]) -> Callable[[Any], Iterator[Any]]:
+    """Returns the function that yields a case, a dataclass, with each simpler program that is
+    legal."""
+
+    def cases(case: Any) -> Iterator[Any]:
+        for program in filter(is_legal, simpler(case.program)):
+            yield replace(case, program=program)
+
+    return cases
+
+
 def simpler(program: Program) -> Iterator[Program]:
     lines = program.lines
     for i in reversed(range(len(lines) - 1)):
