@@ -6,13 +6,19 @@ import tempfile
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from disttensor.checks import argument_error, check_type
 from disttensor.fsdp.contexts import accumulate
-from disttensor.integrations.model import full_state, is_first, on_first, place, save_full_state
+from disttensor.integrations.model import (
+    full_state,
+    is_first,
+    on_first,
+    place,
+    rebind,
+    save_full_state,
+)
 from disttensor.optim.grad_scaler import shard_scaler
 from disttensor.parallel.strategy import Strategy
 
@@ -70,15 +76,17 @@ class _Sharded:
     """The methods of an Accelerator that differ; the others are inherited from its class."""
 
     def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
-        optimizers = [x for x in args if isinstance(x, torch.optim.Optimizer)]
         for model in (x for x in args if isinstance(x, nn.Module)):
-            here = {id(p) for p in model.parameters()}
-            own = [o for o in optimizers if id(o.param_groups[0]["params"][0]) in here]
-            place(model, self.strategy, self.plan, self.layers, next(iter(own), None))
+            place(model, self.strategy, self.plan, self.layers)
         return super().prepare(*args, **kwargs)  # type: ignore[misc]
+
+    def prepare_model(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        place(model, self.strategy, self.plan, self.layers)
+        return super().prepare_model(model, *args, **kwargs)  # type: ignore[misc]
 
     def prepare_optimizer(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         if not getattr(optimizer, "_is_accelerate_prepared", False):
+            rebind("Accelerator.prepare", optimizer)
             save_full_state(optimizer)
         return super().prepare_optimizer(optimizer, *args, **kwargs)  # type: ignore[misc]
 

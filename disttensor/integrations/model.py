@@ -3,6 +3,7 @@ the full values of its state."""
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -11,15 +12,19 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from disttensor.api.shard import shard_tensor
+from disttensor.comm import compare_programs
 from disttensor.comm.groups import world_group
 from disttensor.comm.objects import run_on_all_ranks
 from disttensor.comm.process_group import world
 from disttensor.core.placement import Replicate, Shard
 from disttensor.nn import tensor_parallel_plans
+from disttensor.nn.parameters import slots
 from disttensor.nn.shard_module import shard_module
 from disttensor.parallel.degrees import STAGE_AXES
+from disttensor.parallel.rebind_optimizer import check_no_steps, replace_parameters
 from disttensor.parallel.strategy import Strategy
 from disttensor.patches.state_dicts import wrap_state_dict_fn
 from disttensor.pytree import find_tensors, replace_tensors, substitute
@@ -28,6 +33,7 @@ from disttensor.tensor.values import broadcast_value
 
 Tensor = torch.Tensor
 T = TypeVar("T")
+PLACED = WeakTensorKeyDictionary()  # a parameter or buffer of a model -> the one in its place
 # Styles of transformers' tensor-parallel plans -> the dims that they split. Other styles do not
 # split a tensor, or belong to experts and fused matrices.
 _BY_OUTPUT: dict[str, int | None] = {"weight": 0, "bias": 0}
@@ -55,12 +61,14 @@ def place(
     strategy: Strategy,
     plan: Any = None,
     layers: Iterable[nn.Module | str] | None = None,
-    optimizer: Any = None,
     init: Callable[[nn.Module], Any] | None = None,
 ) -> None:
     """Applies ``strategy`` to a model and deals out the batches that it is called with. A model
-    with DistTensors keeps them: its other parameters are replicated."""
-    stages, balance = strategy.stages(), None
+    with DistTensors keeps them: its other parameters are replicated. A parameter of a model that
+    was placed before is the same one here."""
+    stages, balance, before = strategy.stages(), None, slots(model)
+    for slot in before:  # tied to a parameter of another model
+        slot.table[slot.key] = PLACED.get(slot.value, slot.value)
     if any(isinstance(p, DistTensor) for p in model.parameters()):
         if not all(isinstance(p, DistTensor) for p in model.parameters()):  # adapters, added later
             shard_module(model, stages[-1], init=init)
@@ -70,10 +78,31 @@ def place(
         if layers is None and len(stages) > 1 and not isinstance(model, nn.Sequential):
             layers = layers_in_order(model)
             balance = "parameters" if layers else None
-        strategy.apply(model, optimizer, plan, layers=layers, balance=balance, init=init)
+        strategy.apply(model, None, plan, layers=layers, balance=balance, init=init)
+    for slot in before:
+        if slot.table[slot.key] is not slot.value:
+            PLACED[slot.value] = slot.table[slot.key]
     hooks = [hook for m in model.modules() for hook in m._forward_pre_hooks.values()]
     if not any(isinstance(hook, Deal) for hook in hooks):
         model.register_forward_pre_hook(Deal(strategy), with_kwargs=True)
+
+
+def rebind(who: str, optimizer: torch.optim.Optimizer) -> None:
+    """Gives an optimizer the parameters that its own have become when their models were placed."""
+
+    def become(p: Tensor) -> Tensor:
+        if not isinstance(p, DistTensor) and p not in PLACED:
+            raise ValueError(
+                f"{who}: a parameter of this {type(optimizer).__name__}, of shape "
+                f"{list(p.shape)}, is in no model that this strategy has placed: it would never "
+                "get the gradient of all ranks. Prepare its model before the optimizer, or with it"
+            )
+        return PLACED.get(p, p)
+
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(become(p) is not p for p in params):
+        check_no_steps(who, optimizer)
+        replace_parameters(optimizer, become)
 
 
 def _base(model: nn.Module) -> tuple[str, Any]:
@@ -153,33 +182,77 @@ class Deal:
 
 
 def full_value(x: Any) -> Any:
-    """Returns the full value on the first rank, in the memory of the CPU; None on the others."""
+    """Returns a copy of the full value on the first rank, in the memory of the CPU; None on the
+    others."""
     value = broadcast_value(x)
-    return value.cpu() if is_first() else None
+    return value.to("cpu", copy=True) if is_first() else None
 
 
 def full_state(model: nn.Module) -> dict[str, Any]:
     """Returns the state dict with full values on the first rank, and an empty dict on the others.
-    All ranks make the call. Of PEFT's models these are the tensors of the adapters."""
+    All ranks make the call."""
     state: dict[str, Any] = model.state_dict(keep_vars=True)
-    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
-        adapters = import_module("peft").get_peft_model_state_dict(model, state_dict=state)
-        kept = {id(x) for x in adapters.values()}
-        state = {name: x for name, x in state.items() if id(x) in kept}
-    known: dict[int, Any] = {}  # a tied tensor has one value
-    for x in state.values():
-        if isinstance(x, Tensor) and id(x) not in known:
-            known[id(x)] = full_value(x)
+    known = _full_values(state)
     return {name: known.get(id(x), x) for name, x in state.items()} if is_first() else {}
 
 
+def _full_values(state: dict[str, Any]) -> dict[int, Any]:
+    """Returns id of a tensor -> its full value. A tied tensor has one value."""
+    known: dict[int, Any] = {}
+    for x in state.values():
+        if isinstance(x, Tensor) and id(x) not in known:
+            known[id(x)] = full_value(x)
+    return known
+
+
+def save_full(who: str, model: nn.Module, save: Callable[[dict[str, Any]], Any]) -> None:
+    """Calls ``save(state dict)`` on the first rank, while ``model`` holds full values there. All
+    ranks make the call. Of PEFT's models the tensors of all adapters are full, and given."""
+    state = _state_to_save(model)
+    known = _full_values(state)
+
+    def write() -> None:
+        held = [slot for slot in slots(model) if id(slot.value) in known]
+        try:
+            for slot in held:
+                full, now = known[id(slot.value)], slot.value
+                if isinstance(now, nn.Parameter):
+                    full = nn.Parameter(full, requires_grad=now.requires_grad)
+                slot.table[slot.key] = full
+            save({name: known.get(id(x), x) for name, x in state.items()})
+        finally:
+            for slot in held:
+                slot.table[slot.key] = slot.value
+
+    on_first(who, write)
+
+
+def _state_to_save(model: Any) -> dict[str, Any]:
+    """Returns the state dict; of a PEFT model the tensors with the name of an adapter in their own,
+    and those that PEFT writes."""
+    state: dict[str, Any] = model.state_dict(keep_vars=True)
+    if not (hasattr(model, "peft_config") and hasattr(model, "get_base_model")):
+        return state
+    select = import_module("peft").get_peft_model_state_dict
+    adapters = {name for name, config in model.peft_config.items() if not config.is_prompt_learning}
+    found = (select(model, state_dict=state, adapter_name=name) for name in adapters)
+    written = {id(x) for values in found for x in values.values()}
+    names = set(model.peft_config)
+    return {name: x for name, x in state.items() if id(x) in written or names & {*name.split(".")}}
+
+
 def save_full_state(optimizer: torch.optim.Optimizer) -> None:
-    """Makes ``optimizer.state_dict()`` return full values on the first rank, and
-    ``load_state_dict`` take them. All ranks make these calls."""
+    """Makes ``optimizer.state_dict()`` return full values on the first rank, and copies of the
+    pieces on the others; ``load_state_dict`` takes both, and full values on all ranks. All ranks
+    make these calls."""
+
+    def value(x: Any) -> Any:
+        full = full_value(x)
+        return full if is_first() else copy.deepcopy(x)  # deepcopy is no call of the program
 
     def saved(of: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         whole = wrap_state_dict_fn(lambda *_: lambda: dict(state_dict))(of, "state_dict")()
-        return {**whole, "state": substitute(whole["state"], full_value)}
+        return {**whole, "state": substitute(whole["state"], value)}
 
     def loaded(of: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         numbers = [i for group in state_dict["param_groups"] for i in group["params"]]
@@ -197,7 +270,9 @@ def save_full_state(optimizer: torch.optim.Optimizer) -> None:
 
 def _like(p: Any, x: Any) -> Any:
     """Returns ``x`` in the layout of the parameter ``p``, if it has its shape."""
-    same = isinstance(p, DistTensor) and isinstance(x, Tensor) and x.shape == p.shape
-    if not same or isinstance(x, DistTensor):
+    if not isinstance(p, DistTensor) or not isinstance(x, Tensor) or x.shape != p.shape:
+        return x
+    if isinstance(x, DistTensor):  # the first rank may hold the full value, and shard it
+        compare_programs.record_entry("shard_tensor", x.spec, False)
         return x
     return shard_tensor(x, p.process_mesh, p.placements)

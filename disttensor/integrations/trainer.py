@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 
 from disttensor.checks import argument_error, check_type
 from disttensor.integrations.accelerator import shard_accelerator
-from disttensor.integrations.model import full_state, is_first, on_first, place
+from disttensor.integrations.model import is_first, on_first, place, save_full
 from disttensor.parallel.strategy import Strategy
 from disttensor.tensor.values import broadcast_value, values_everywhere
 
@@ -53,7 +54,7 @@ def shard_trainer(
     if not any(kind.__module__ == "transformers.trainer" for kind in type(trainer).__mro__):
         raise argument_error("shard_trainer: trainer", trainer, "a Trainer of transformers")
     shard_accelerator(trainer.accelerator, strategy)
-    place(trainer.model, strategy, plan, layers, trainer.optimizer)
+    place(trainer.model, strategy, plan, layers)
     trainer.args._n_gpu = min(trainer.args._n_gpu, 1)  # several: nn.DataParallel
     trainer.strategy = strategy
     trainer.__class__ = type(type(trainer).__name__, (_Sharded, type(trainer)), {})
@@ -94,8 +95,8 @@ class _Sharded:
     # Writing ----------------------------------------------------------------------------------
 
     def _save(self: Any, output_dir: Any = None, state_dict: Any = None) -> None:
-        state, save = full_state(self.model), super()._save  # type: ignore[misc]
-        on_first("Trainer.save_model", lambda: save(output_dir, state_dict=state))
+        save = partial(super()._save, output_dir)  # type: ignore[misc]
+        save_full("Trainer.save_model", self.model, lambda state: save(state_dict=state))
 
     def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
         if is_first():

@@ -31,12 +31,7 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
             )
         return
     name = type(optimizer).__name__
-    if any(_has_stepped(state) for state in optimizer.state.values()):
-        raise ValueError(
-            f"Strategy.apply: this {name} has state already, for parameters as they were before "
-            "they were placed. Apply the strategy before the first step, and load a state_dict "
-            "after it"
-        )
+    check_no_steps("Strategy.apply", optimizer)
     here = {id(p) for p in model.parameters()}
     for g, group in enumerate(optimizer.param_groups):
         for i, p in enumerate(group["params"]):
@@ -47,6 +42,15 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
                     "optimizer from model.parameters() as they are now, or give a function: "
                     "lambda params: torch.optim.AdamW(params, lr=1e-3)"
                 )
+
+
+def check_no_steps(who: str, optimizer: Optimizer) -> None:
+    if any(_has_stepped(state) for state in optimizer.state.values()):
+        raise ValueError(
+            f"{who}: this {type(optimizer).__name__} has state already, for parameters as they "
+            "were before they were placed. Apply the strategy before the first step, and load a "
+            "state_dict after it"
+        )
 
 
 def rebind(
@@ -60,10 +64,17 @@ def rebind(
         return optimizer(list(model.parameters()))
     now = {slot.name: slot.value for slot in slots(model)}
     become = {id(slot.value): now[slot.name] for slot in before}
+    replace_parameters(optimizer, lambda p: become[id(p)])
+    return optimizer
+
+
+def replace_parameters(
+    optimizer: Optimizer, become: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Replaces the parameters of an optimizer, which has not stepped, by ``become`` of each."""
     for group in optimizer.param_groups:
-        group["params"][:] = [become[id(p)] for p in group["params"]]
+        group["params"][:] = map(become, group["params"])
     optimizer.state.clear()
     if isinstance(optimizer, torch.optim.Adagrad):  # its constructor makes the state
         groups = [dict(group) for group in optimizer.param_groups]
         optimizer.state.update(torch.optim.Adagrad(groups, **optimizer.defaults).state)
-    return optimizer
