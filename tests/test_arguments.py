@@ -434,7 +434,29 @@ BAD: dict[str, dict[str, str]] = {
     "dt.replicate(lin(),mesh=grid()['dp'])": {
         "module": MODULE, "mesh": f"{MESH} grid()", "mp_policy": "3 {0:3}",
         "ignored_params": "3 ['weight'] [t]"},
-    "x.redistribute()": {"device_mesh": MESH, "placements": PLACED},
+    "x.redistribute()": {
+        "device_mesh": MESH, "placements": PLACED, "async_op": f"None {FLAGS}",
+        "forward_dtype": DTYPE, "backward_dtype": DTYPE},
+    "F.unshard()": {"async_op": f"None {FLAGS}"},
+    "F.set_is_last_backward(True)": {"is_last_backward": f"None {FLAGS}"},
+    **{
+        f"F.set_{name}(True)": {name: f"None {FLAGS}", "recurse": f"None {FLAGS}"}
+        for name in (
+            "requires_gradient_sync", "requires_all_reduce", "reshard_after_forward",
+            "reshard_after_backward",
+        )
+    },
+    "F.set_force_sum_reduction_for_comms(True)": {"enable": f"None {FLAGS}"},
+    "F.set_reduce_scatter_max_input_buffers(1)": {
+        "max_input_buffers": f"None {COUNT}", "recurse": f"None {FLAGS}"},
+    **{
+        f"F.set_modules_to_{way}_prefetch([])": {"modules": "None 3 [lin()] 'x'"}
+        for way in ("forward", "backward")
+    },
+    "F.set_gradient_divide_factor(2)": {"factor": "None 0 -1 'x'"},
+    "F.set_custom_all_gather(COMM)": {"comm": "None 3 step"},
+    "F.set_custom_reduce_scatter(COMM)": {"comm": "None 3 step"},
+    "F.set_post_optim_event(torch.Event())": {"event": "None 3 'x'"},
     "dt.pretrained.save(lin(),'a')": {
         "model": MODULE, "folder": "None 3 []", "max_shard_size": "None 0 -1 5e9 True '5XB'",
         "names": "3 'x' [1]"},
@@ -577,7 +599,11 @@ def test_every_parameter_of_every_public_function_has_a_row():
             if callable(value) and value.__module__ == devices.__name__
         ),
         *((name, getattr(plans, name)) for name in ("experts", "megatron")),
-        *(m for kind in (dt.Strategy, dt.Checkpointer) for m in inspect.getmembers(kind, callable)),
+        *(
+            m
+            for kind in (dt.Strategy, dt.Checkpointer, dt.fsdp.FSDPModule)
+            for m in inspect.getmembers(kind, callable)
+        ),
     ]
     wanted = {
         f"{name}: {parameter}"
@@ -646,7 +672,8 @@ def test_arguments_that_a_function_cannot_take():
         "Partial": Partial, "Replicate": Replicate, "S0": S0, "R": R, "P": P,
         "BALANCED": dt.attention.Balanced(0),
         "grid": grid, "x": x,
-        "t": counted(4, 4), "M": M,
+        "t": counted(4, 4), "M": M, "F": dt.fully_shard(torch.nn.Linear(4, 4), mesh=mesh),
+        "COMM": type("Comm", (), {"allocate": step, "__call__": step})(),
         "W": dist.get_world_size() if dist.is_initialized() else 1,
         "h": counted(4, 4).requires_grad_() * 2, "lin": lin,
         "seq": lambda: torch.nn.Sequential(lin()),

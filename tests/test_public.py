@@ -45,7 +45,7 @@ MODULES = {
         "MismatchError", "PieceWarning", "RankError", "SimulationError", "StrictError",
     ],
     "disttensor.experts": ["combine_tokens", "dispatch_tokens", "expert_load"],
-    "disttensor.fsdp": ["SegmentByAnchors", "SegmentBySize", "unshard"],
+    "disttensor.fsdp": ["FSDPModule", "SegmentByAnchors", "SegmentBySize", "unshard"],
     "disttensor.integrations": [
         "lightning_strategy", "one_process", "shard_accelerator", "shard_trainer",
     ],

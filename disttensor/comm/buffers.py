@@ -95,8 +95,11 @@ def current_buffers() -> Buffers:
     return now.buffers
 
 
-def empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns a temporary tensor [numel], uninitialized as ``torch.empty``."""
+def empty(numel: int, dtype: torch.dtype, device: torch.device, custom: Any = None) -> Tensor:
+    """Returns a temporary tensor [numel], uninitialized as ``torch.empty``. ``custom``: a
+    collective of the user, which allocates it."""
+    if custom is not None:
+        return custom.allocate((numel,), dtype=dtype, device=device)
     if device.type != "cpu" or dispatch_modes():
         return torch.empty(numel, dtype=dtype, device=device)
     storage = current_buffers().take(numel * dtype.itemsize)

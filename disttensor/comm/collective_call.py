@@ -102,7 +102,8 @@ def start(
         if entry is not None:
             log.record_wait(entry)
         try:
-            wait(work, group, sent, kind)
+            if work is not None:  # None: a collective of the user, which has ended
+                wait(work, group, sent, kind)
         except MismatchError:
             raise
         except RuntimeError as error:
@@ -112,4 +113,4 @@ def start(
     # On an accelerator the Work does not report whether it is done: the answer would differ between
     # ranks, and so would the order of the collectives of a program that acts on it. NCCL needs one
     # order.
-    return Work(end, work.is_completed if sent.is_cpu else None, into)
+    return Work(end, work.is_completed if sent.is_cpu and work is not None else None, into)

@@ -102,10 +102,11 @@ def _sum(x: Tensor, group: Group) -> Tensor:
 
 def all_gather(
     x: Tensor, group: Group, shape: Sequence[int] | None = None, *, out: Tensor | None = None,
-    async_op: bool = False,
+    async_op: bool = False, custom: Any = None,
 ) -> Tensor:  # fmt: skip
     """Returns each member's x in mesh order: [n, *x.shape], or viewed as ``shape``, or in ``out``.
-    All members have the same shape."""
+    All members have the same shape. ``custom``: runs instead, with the arguments of ``AllGather``
+    of torch.distributed.fsdp."""
     n = group.size
     if out is not None:
         x, out = wire.check_memory("all_gather", x), wire.check_memory("all_gather", out)
@@ -124,19 +125,23 @@ def all_gather(
         return whole
 
     one, all_ = wire.match_shapes(wire.sendable(x), wire.sendable(whole))
-    args = group.pg, all_, one, call_options("AllgatherOptions", async_op)
+    fn: Any = all_gather_single
+    args: tuple[Any, ...] = group.pg, all_, one, call_options("AllgatherOptions", async_op)
+    if custom is not None:
+        fn, args = custom, (all_, one, group.pg, async_op)
     go: Any = partial(start, into=whole) if async_op else run
-    return go("all_gather", group, x, n - 1, all_gather_single, args, finish)
+    return go("all_gather", group, x, n - 1, fn, args, finish)
 
 
 def reduce_scatter(
     x: Tensor, op: str, group: Group, shape: Sequence[int] | None = None, *,
-    out: Tensor | None = None, async_op: bool = False,
+    out: Tensor | None = None, async_op: bool = False, custom: Any = None,
 ) -> Tensor:  # fmt: skip
     """Reduces [n, *s] to [*s]: member i gets the ``op`` over all members' x[i].
 
     ``shape``, or the shape of ``out``, replaces s; x is then any tensor whose n equal parts in
-    memory are the pieces.
+    memory are the pieces. ``custom``: runs instead, with the arguments of ``ReduceScatter`` of
+    torch.distributed.fsdp.
     """
     n = group.size
     if out is not None:
@@ -156,7 +161,8 @@ def reduce_scatter(
         total = wire.encode_memory(out)[0]
     share = (n - 1) / n
     into = _target(total, decode, x)
-    if async_op and op in ("sum", "avg") and backend_name(group.pg, x.device) == "gloo":
+    is_gloo = custom is None and backend_name(group.pg, x.device) == "gloo"
+    if async_op and op in ("sum", "avg") and is_gloo:
         # gloo's own runs in the calling thread, and costs two to three times an exchange.
         rows = buffers.empty(buffer.numel(), buffer.dtype, buffer.device).view(n, -1)
         fn: Any = all_to_all_single
@@ -173,6 +179,8 @@ def reduce_scatter(
             buffer = buffer * before
         fn, options = reduce_scatter_single, call_options("ReduceScatterOptions", async_op, native)
         args = group.pg, *wire.match_shapes(total, buffer), options
+        if custom is not None:
+            fn, args = custom, (*args[1:3], group.pg, options.reduceOp, async_op)
         finish = partial(_decode_sum, total, decode, into, after)
     go: Any = partial(start, into=into) if async_op else run
     return go("reduce_scatter", group, buffer, share, fn, args, finish, op)

@@ -5,6 +5,7 @@ freed after it, and their gradients reduced.
 """
 
 from disttensor.fsdp.contexts import unshard
+from disttensor.fsdp.fsdp_module import FSDPModule
 from disttensor.fsdp.segment_policy import SegmentByAnchors, SegmentBySize
 
-__all__ = ["SegmentByAnchors", "SegmentBySize", "unshard"]
+__all__ = ["FSDPModule", "SegmentByAnchors", "SegmentBySize", "unshard"]

@@ -43,6 +43,7 @@ class AllGatherBuffer:
                 self.moved.append((param, rows, whole))
         self.nbytes = self.memory.untyped_storage().nbytes()
         self.is_gathered = False
+        self.custom: Any = None  # the user's all-gather
         self._arriving: tuple[Work[Tensor], Tensor, Any] | None = None
         self._gathered_versions: Any = None  # of the sharded parameters, at the last gather
         # of the unsharded parameters: their versions while they are gathered, as autograd counts
@@ -73,8 +74,10 @@ class AllGatherBuffer:
         work = finished(row)
         out = row
         if self.group is not None:
-            out = buffers.empty(self.layout.n * self.layout.total, row.dtype, row.device)
-            work = collectives.start_async(collectives.all_gather, row, self.group, out=out)
+            out = buffers.empty(self.memory.numel(), row.dtype, row.device, self.custom)
+            work = collectives.start_async(
+                collectives.all_gather, row, self.group, out=out, custom=self.custom
+            )
         self._arriving = work, out, self._versions()
 
     def finish(self) -> None:

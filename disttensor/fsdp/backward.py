@@ -22,9 +22,6 @@ from disttensor.comm.work import Work
 from disttensor.fsdp.reduce import Reduction
 from disttensor.fsdp.segment import Segment
 
-_MOST = 2  # reductions to shards under way at once: each holds the gradients of a segment
-
-
 # LATE: a gradient has arrived after the reduction had started; it is reduced at the end.
 ReduceState = Enum("ReduceState", "COLLECTING READY REDUCING LATE")
 
@@ -109,8 +106,9 @@ class ReduceOrder:
 
     def start(self, segment: Segment) -> None:
         self.planned[segment].state = ReduceState.REDUCING
+        most = segment.options.most_reductions
         while self.running and (
-            self.running[0][1].done() or (self.bounded and len(self.running) >= _MOST)
+            self.running[0][1].done() or (self.bounded and len(self.running) >= most)
         ):
             self._resume()
         for steps in self.reduce(segment):

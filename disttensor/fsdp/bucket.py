@@ -13,6 +13,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -94,14 +95,14 @@ def chunk_of(tensor: Tensor, n: int, index: int) -> Tensor:
 Bucket = tuple[BucketLayout, Sequence[Tensor], Sequence[float]]  # layout, its tensors, tail
 
 
-def pack(buckets: Sequence[Bucket], dtype: torch.dtype) -> Tensor:
+def pack(buckets: Sequence[Bucket], dtype: torch.dtype, custom: Any = None) -> Tensor:
     """Returns [n, sum of (total + len(tail))]: rows of all tensors, where the tensors of each
-    bucket are followed by its tail."""
+    bucket are followed by its tail. ``custom``: the user's reduce-scatter, which allocates."""
     n, first = buckets[0][0].n, buckets[0][1][0]
     # Upcast sums have the dtype of the parameter; one message has one dtype.
     of = functools.reduce(torch.promote_types, (t.dtype for _, full, _ in buckets for t in full))
     width = sum(b.total + len(tail) for b, _, tail in buckets)
-    out = buffers.empty(n * width, dtype, first.device).view(n, width)
+    out = buffers.empty(n * width, dtype, first.device, custom).view(n, width)
     parts: list[Tensor] = []
     for _, tensors, tail in buckets:
         parts += [t.to(of) for t in tensors if t.numel()]  # an empty one takes no place in a row

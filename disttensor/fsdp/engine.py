@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from disttensor import callbacks
-from disttensor.autograd.accumulation import ONLY, RETURNED, BackwardContext, current_context
+from disttensor.autograd.accumulation import RETURNED, BackwardContext, current_context
 from disttensor.autograd.activation_checkpoint import current_run, recompute_around
 from disttensor.autograd.joined_backward import run_after_backward, run_after_failure, this_backward
 from disttensor.autograd.split_backward import compute_weight_now
@@ -30,7 +30,7 @@ from disttensor.comm import buffers
 from disttensor.comm.places import GradMemory
 from disttensor.fsdp import graph_hooks
 from disttensor.fsdp.backward import ReduceOrder
-from disttensor.fsdp.param import is_borrowed
+from disttensor.fsdp.param import FSDPParam, is_borrowed
 from disttensor.fsdp.reduce import Reduction, accumulate_in_graph, make_groups, reductions
 from disttensor.fsdp.segment import Segment, ShardState
 from disttensor.fsdp.unseen import outside_user_modes
@@ -44,6 +44,7 @@ from disttensor.torch_private import current_backward
 Tensor = torch.Tensor
 
 ENGINE = "_data_parallel"  # the attribute of a module that holds its Engine
+SEGMENTS = "_segments"  # the attribute of a module that holds the segments that its call made
 # By id, in order of creation, which all ranks share
 _ENGINES: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()
 
@@ -56,10 +57,12 @@ class Engine:
     """
 
     def __init__(self, segments: Sequence[Segment], *, scatter: bool, prefetch: int) -> None:
+        self.all = list(segments)
         self.segments = [s for s in segments if s.is_on_mesh]
         self.off_mesh = [s for s in segments if not s.is_on_mesh and s.copied]
         self.scatter, self.prefetch = scatter, prefetch
         self.context: BackwardContext | None = None  # see ``accumulate``
+        self.handles: list[Any] = []
         self.calls = 0  # forwards of the root that are on the stack, without recomputations
         self.all_calls = 0
         self.epoch = 0
@@ -67,7 +70,7 @@ class Engine:
         self.last_order: list[Segment] = []  # the same for the previous epoch
         self.backward: ReduceOrder | None = None
         self.held: set[Segment] = set()  # not freed before the backward ends
-        self.param_ids = {id(p.sharded_param) for s in self.segments for p in s.params}
+        self.param_ids = {id(p.sharded_param) for s in segments for p in s.params}
         self.deferred: set[Segment] = set()  # gradients wait for the last micro-batch
         _ENGINES[id(self)] = self
         if _follow_start not in callbacks.before_start:  # only now: it slows each backward
@@ -76,32 +79,48 @@ class Engine:
         self.uncopied = [s for s in self.segments if not s.copied]  # nothing to gather
         for position, segment in enumerate(self.uncopied):
             segment.position = position
-        for index, segment in enumerate(self._all()):
+        for index, segment in enumerate(self.all):
             segment.index = index
             plan, enter, leave = [
                 partial(f, segment) for f in (self._plan, self._enter, self._leave)
             ]
             segment.forward = graph_hooks.SegmentForward(plan, enter, leave)
+            segment.engine = weakref.ref(self)
 
     def add_hooks(self, root: nn.Module) -> None:
         self.root = weakref.ref(root)
+        add = self.handles.append
         for segment in [s for s in self.segments if s.copied]:
             for module in segment.modules:
                 is_read = is_borrowed(segment.copied, module)
                 if is_read:
                     begin = partial(self._begin_forward, segment)
-                    module.register_forward_pre_hook(begin, prepend=True)
-                module.register_forward_pre_hook(partial(self._module_begins, segment, is_read))
-                module.register_forward_hook(partial(self._module_ends, segment), always_call=True)
+                    add(module.register_forward_pre_hook(begin, prepend=True))
+                begin = partial(self._module_begins, segment, is_read)
+                add(module.register_forward_pre_hook(begin))
+                end = partial(self._module_ends, segment)
+                add(module.register_forward_hook(end, always_call=True))
         for segment in self.off_mesh:
             begin, end = [partial(f, segment) for f in (self._begin_off_mesh, self._end_off_mesh)]
             for hook in (begin, end):  # a module with this hook can be skipped
                 hook.harmless = True  # type: ignore[attr-defined]
             for module in segment.modules:
-                module.register_forward_pre_hook(begin, prepend=is_borrowed(segment.copied, module))
-                module.register_forward_hook(end, always_call=True)
-        root.register_forward_pre_hook(self._root_begins, prepend=True)
-        root.register_forward_hook(self._root_ends, always_call=True)
+                is_read = is_borrowed(segment.copied, module)
+                add(module.register_forward_pre_hook(begin, prepend=is_read))
+                add(module.register_forward_hook(end, always_call=True))
+        add(root.register_forward_pre_hook(self._root_begins, prepend=True))
+        add(root.register_forward_hook(self._root_ends, always_call=True))
+
+    def release(self) -> list[Segment]:
+        """Removes the hooks, and returns the segments, for the engine of a module around."""
+        self.clean_up()
+        self.flush()
+        for handle in self.handles:
+            handle.remove()
+        for segment in self.all:
+            if self.root() in segment.modules:  # it is now a segment in a root
+                segment.free_after_forward = segment.is_brief
+        return self.all
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
         """Returns an engine for the copies of its modules, whose hooks are copied with them."""
@@ -112,16 +131,17 @@ class Engine:
                 "belong to the root module. Copy the module that was given to shard_data_parallel, "
                 "or shard each part in a call of its own"
             )
-        if self.backward is not None or any(s.is_visible or s.busy for s in self._all()):
+        if self.backward is not None or any(s.is_visible or s.busy for s in self.all):
             raise RuntimeError(
                 "copy.deepcopy copies a module under shard_data_parallel during its forward or "
                 "backward, while its parameters are unsharded. Copy it between steps"
             )
         new = memo[id(self)] = Engine.__new__(Engine)
         new.__init__(  # type: ignore[misc]
-            deepcopy(self._all(), memo), scatter=self.scatter, prefetch=self.prefetch
+            deepcopy(self.all, memo), scatter=self.scatter, prefetch=self.prefetch
         )
         new.root = weakref.ref(memo[id(root)])
+        new.handles = deepcopy(self.handles, memo)
         return new
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -130,15 +150,15 @@ class Engine:
             "parameters. Save the values: module.state_dict()"
         )
 
-    def _all(self) -> list[Segment]:
-        return self.segments + self.off_mesh
+    def params(self) -> list[FSDPParam]:
+        return [p for s in self.all for p in s.params]
 
     # Forward --------------------------------------------------------------------------------------
 
     @outside_user_modes
     def _root_begins(self, module: nn.Module, args: Any) -> None:
         if current_backward() == -1:
-            if self.all_calls or any(s.forward.running or s.is_visible for s in self._all()):
+            if self.all_calls or any(s.forward.running or s.is_visible for s in self.all):
                 self._drop_forwards(module)
             self.clean_up()
             graph_hooks.forget()
@@ -171,18 +191,18 @@ class Engine:
             segment.finish_gather()
             segment.show_params()
             if not is_recompute:
-                self._prefetch(segment, self.last_order)
+                self._prefetch(segment, self.last_order, segment.options.forward_prefetch)
         segment.forward.begin(module)
         callbacks.recompute_contexts[segment] = lambda: nullcontext(self._show_again(segment))
 
     def _drop_forwards(self, begins: nn.Module | None = None) -> None:
         """Ends the forwards whose end hooks were not called, unless other forwards than the one
         that ``begins`` are on the stack."""
-        running = [m for s in self._all() for m in s.forward.running]
+        running = [m for s in self.all for m in s.forward.running]
         if any(graph_hooks.calls_on_stack(m) != int(m is begins) for m in [self.root(), *running]):
             return
         self.calls = self.all_calls = 0
-        for segment in self._all():
+        for segment in self.all:
             segment.forward.drop()
             callbacks.recompute_contexts.pop(segment, None)
             if segment.is_visible:
@@ -256,12 +276,15 @@ class Engine:
                 elif segment.persist:
                     self._hook_leaves(segment)  # a shared parameter may have a new use
 
-    def _prefetch(self, segment: Segment, order: list[Segment]) -> None:
-        """Starts to gather the segments that follow this one in ``order``."""
-        if self.prefetch and segment in order:
+    def _prefetch(
+        self, segment: Segment, order: list[Segment], chosen: list[Segment] | None
+    ) -> None:
+        """Starts to gather the segments that follow this one in ``order``, or ``chosen`` ones."""
+        if chosen is None and self.prefetch and segment in order:
             at = order.index(segment) + 1
-            for other in order[at : at + self.prefetch]:
-                other.start_gather()
+            chosen = order[at : at + self.prefetch]
+        for other in chosen or ():
+            other.start_gather()
 
     def _close(self, segment: Segment) -> None:
         """Ends the forwards of this segment."""
@@ -285,15 +308,15 @@ class Engine:
             if new:
                 make_groups([param], scatter=self.scatter)
             for leaf in new:
+                if segment.options.divide_by is not None:
+                    segment.add_division(leaf)
                 if segment.copied:  # gathered for one backward, and freed at its end
                     compute_weight_now(leaf)
                 at = len(segment.leaves)
                 segment.leaves.append(param.name)
                 # Weak: the garbage collector does not see hooks of autograd.
                 memory = None if param.is_copy else grad_memory_of(param.sharded_param)
-                hook = partial(
-                    _record_gradient, weakref.ref(self), weakref.ref(segment), at, memory
-                )
+                hook = partial(_record_gradient, weakref.ref(segment), at, memory)
                 leaf.register_post_accumulate_grad_hook(hook)
 
     # Backward -------------------------------------------------------------------------------------
@@ -330,7 +353,10 @@ class Engine:
             order = [s for s in reversed(self.order) if s is segment or s not in backward.entered]
             if first:  # often the root's segment, whose forward began first
                 order = [segment, *[s for s in order if s is not segment]]
-            self._prefetch(segment, order)
+            chosen = segment.options.backward_prefetch
+            if chosen is not None:
+                chosen = [s for s in chosen if s not in backward.entered]
+            self._prefetch(segment, order, chosen)
 
     @outside_user_modes
     def _show_again(self, segment: Segment) -> None:
@@ -362,12 +388,18 @@ class Engine:
         backward.leave(segment, launch=not held)
         is_over = not backward.planned[segment].to_leave  # all nodes that need it have run
         if segment.is_visible and not segment.busy and not held and is_over:
-            segment.free()
+            segment.end_backward()
 
     def _reduce(self, context: BackwardContext | None, segment: Segment) -> list[Reduction]:
+        if context is not None:
+            context = _join(context, segment.options.context)
         if context is None or (context.reduce != "scatter" and not context.is_last):
             return []
-        return reductions(segment.params, scatter=self.scatter, last=context.is_last)
+        return self._reductions(segment, context.is_last)
+
+    def _reductions(self, segment: Segment, last: bool) -> list[Reduction]:
+        custom = segment.options.reduce_scatter
+        return reductions(segment.params, scatter=self.scatter, last=last, custom=custom)
 
     def _finish(self, backward: ReduceOrder, context: BackwardContext) -> None:
         if self.backward is backward:
@@ -382,7 +414,8 @@ class Engine:
             backward.finish()
             if context is not RETURNED:
                 for segment in backward.in_order() if backward.keeps_graph else ():
-                    accumulate_in_graph(segment.params, last=context.is_last)
+                    last = _join(context, segment.options.context).is_last
+                    accumulate_in_graph(segment.params, last=last)
                 self._defer(backward, context)
         finally:
             self._end(backward)
@@ -390,13 +423,14 @@ class Engine:
     def _defer(self, backward: ReduceOrder, context: BackwardContext) -> None:
         """Defers the reduction of entered segments to the last micro-batch. Micro-batches may reach
         different parameters: the last backward may not enter all deferred segments."""
-        if context.is_last:
-            self.deferred.difference_update(backward.entered)
-            return
-        self.deferred.update(backward.entered)
-        for param in [p for s in backward.entered for p in s.copied]:
-            if param.collects:
-                param.collect()
+        for segment in backward.entered:
+            if _join(context, segment.options.context).is_last:
+                self.deferred.discard(segment)
+                continue
+            self.deferred.add(segment)
+            for param in segment.copied:
+                if param.collects:
+                    param.collect()
 
     def _end(self, backward: ReduceOrder) -> None:
         self.backward = None
@@ -404,14 +438,14 @@ class Engine:
         for segment in self.segments:
             is_unused = segment.state is not ShardState.GATHERED
             if not segment.busy and (segment in backward.entered or is_unused):
-                segment.free()
+                segment.end_backward()
 
     @outside_user_modes
     def flush(self) -> None:
         """Reduces the deferred segments, in one order on all ranks, when an accumulation ends or
         gradients are about to be read."""
         for segment in sorted(self.deferred, key=lambda s: s.index):
-            for steps in self._reduce(ONLY, segment):
+            for steps in self._reductions(segment, last=True):
                 for work in steps:
                     work.wait()
             self.deferred.discard(segment)
@@ -434,14 +468,19 @@ class Engine:
                 param.drop()
 
 
+def _join(one: BackwardContext, other: BackwardContext) -> BackwardContext:
+    reduce = "none" if "none" in (one.reduce, other.reduce) else one.reduce
+    return BackwardContext(one.is_last and other.is_last, reduce)
+
+
 @outside_user_modes
 def _record_gradient(
-    engine: weakref.ref[Engine], segment: weakref.ref[Segment], number: int,
-    memory: GradMemory | None, leaf: Tensor,
-) -> None:  # fmt: skip
+    segment: weakref.ref[Segment], number: int, memory: GradMemory | None, leaf: Tensor
+) -> None:
     if memory is not None:
         memory.adopt_grad(leaf)
-    owner, of = engine(), segment()
+    of = segment()
+    owner = None if of is None else of.engine()
     if owner is not None and of is not None:
         for o in observers:
             o.accumulate_grad(of.params)

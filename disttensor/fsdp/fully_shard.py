@@ -11,7 +11,7 @@ from torch import nn
 from disttensor.checks import check_bool
 from disttensor.core.mesh import ProcessMesh, as_mesh
 from disttensor.core.placement import Shard
-from disttensor.fsdp.engine import ENGINE, Engine
+from disttensor.fsdp.engine import ENGINE, SEGMENTS, Engine
 from disttensor.fsdp.mixed_precision import Policies, Policy, check_dtypes
 from disttensor.fsdp.module_tree import SegmentSpec
 from disttensor.fsdp.param import FSDPParam
@@ -21,6 +21,7 @@ from disttensor.fsdp.shard_arguments import (
     check_arguments,
     check_hooks,
     check_ignored,
+    params_inside,
     shard_dims,
 )
 from disttensor.fsdp.shard_params import join_meshes, meshes_of, shard_params, split_by
@@ -49,7 +50,8 @@ def shard_data_parallel(
     that the axis already splits stay unchanged. Values come from the first rank of the mesh.
 
     Args:
-        module: a model, or a part of one.
+        module: a model, or a part of one. Modules in it that earlier calls have sharded, with the
+            same stage, keep their segments.
         mesh: the mesh of regular parameters; None if all are DistTensors, each on its own mesh (of
             a pipeline stage). It may be a sub-mesh next to the sub-mesh of tensor parallelism, as
             ``mesh["dp"]`` and ``mesh["tp"]``: all parameters and buffers are then on
@@ -99,7 +101,7 @@ def shard_data_parallel(
     check_bool("shard_data_parallel: offload", offload)
     check_dtypes("shard_data_parallel", param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     check_module("shard_data_parallel: module", module)
-    ignored = check_ignored(module, ignored_params)
+    ignored = check_ignored(module, ignored_params) | params_inside(module, stage)
     policies = Policies(module, mp_policy, Policy(param_dtype, reduce_dtype))
     if mesh is not None:
         mesh = as_mesh("shard_data_parallel: mesh", mesh)
@@ -146,8 +148,14 @@ def shard_data_parallel(
             free_after_forward=brief and module not in spec.modules, is_brief=brief,
         )  # fmt: skip
 
-    made = [segment_of(spec) for spec in specs]
-    engine = module.__dict__[ENGINE] = Engine(made, scatter=stage > 1, prefetch=prefetch)
+    made = module.__dict__[SEGMENTS] = [segment_of(spec) for spec in specs]
+    order = {m: number for number, m in enumerate(module.modules())}
+    inside = [m.__dict__.pop(ENGINE) for m in order if ENGINE in m.__dict__]
+    segments_in = [*made, *[s for engine in inside for s in engine.release()]]
+    segments_in.sort(key=lambda s: min(order[m] for m in s.modules))
+    engine = module.__dict__[ENGINE] = Engine(
+        segments_in, scatter=stage > 1, prefetch=max([prefetch, *[e.prefetch for e in inside]])
+    )
     engine.add_hooks(module)
     policies.add_hooks(m for spec in specs for m in spec.modules)
     return module

@@ -144,6 +144,10 @@ class FSDPParam:
         new, self._hooked = leaves[self._hooked :], len(leaves)
         return new
 
+    def hooked_leaves(self) -> list[Tensor]:
+        """Returns the leaves that ``new_leaves`` has returned."""
+        return [leaf for _, leaf in leaves_of(self.unsharded_param)][: self._hooked]
+
     def pending_axes(self) -> Axes:
         """Returns the axes to sum the gradient over: some use varied. The same on all ranks."""
         varying = [axes for axes, _ in leaves_of(self.unsharded_param)]

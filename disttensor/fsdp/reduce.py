@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from disttensor.comm import collectives, objects
+from disttensor.comm import buffers, collectives, objects
 from disttensor.comm.buffers import constants
 from disttensor.comm.collectives import start_async
 from disttensor.comm.sums import BucketSlot, start_sums
@@ -38,13 +38,16 @@ Tensor = torch.Tensor
 Reduction = Generator[Work[Any], None, None]
 
 
-def reductions(params: Sequence[FSDPParam], *, scatter: bool, last: bool) -> list[Reduction]:
+def reductions(
+    params: Sequence[FSDPParam], *, scatter: bool, last: bool, custom: Any = None
+) -> list[Reduction]:
     """Returns the reductions of the gradients of these parameters: one generator for all sharded
     ones, and one for each set of axes of others.
 
     scatter  reduce to shards (stages 2 and 3); otherwise reduce full gradients, then cut them
     last     also reduce over axes that do not shard the parameter; otherwise its gradient stays
              Partial on them
+    custom   the user's reduce-scatter
     """
     kinds: dict[tuple[Any, ...], list[FSDPParam]] = {}
     for param in params:
@@ -62,7 +65,8 @@ def reductions(params: Sequence[FSDPParam], *, scatter: bool, last: bool) -> lis
             out.append(_slice(members, axes, axis, last, wire))
         elif last:
             out.append(_all_reduce(members, axes, wire))
-    return [_reduce_scatter(g, axis, last, wire) for (axis, wire, _), g in together.items()] + out
+    scattered = together.items()
+    return [_reduce_scatter(g, axis, last, wire, custom) for (axis, wire, _), g in scattered] + out
 
 
 def accumulate_in_graph(params: Sequence[FSDPParam], *, last: bool) -> None:
@@ -186,20 +190,28 @@ class _ReduceBucket:
 
 @torch.no_grad()
 def _reduce_scatter(
-    groups: Sequence[tuple[Axes, Sequence[FSDPParam]]], axis: int, last: bool, dtype: torch.dtype
-) -> Reduction:
+    groups: Sequence[tuple[Axes, Sequence[FSDPParam]]], axis: int, last: bool, dtype: torch.dtype,
+    custom: Any,
+) -> Reduction:  # fmt: skip
     """Runs one reduce-scatter over ``axis``; then reduces over each set of remaining axes."""
     buckets = [_ReduceBucket(params, axes, axis, last, dtype) for axes, params in groups]
     mesh = buckets[0].mesh
     widths = [bucket.width for bucket in buckets]
-    wire = pack([(b.layout, b.grads, b.present) for b in buckets], dtype)
+    wire = pack([(b.layout, b.grads, b.present) for b in buckets], dtype, custom)
     for bucket, block in zip(buckets, wire.split(widths, dim=1), strict=True):
         bucket.grads = []
         if bucket.prescale != 1:
             block.mul_(bucket.prescale)
-    row = wire.new_empty(wire.shape[1])
+    width = wire.shape[1]
+    row = (
+        wire.new_empty(width)
+        if custom is None
+        else buffers.empty(width, dtype, wire.device, custom)
+    )
     group = mesh.group((axis,), "reduce")
-    work = start_async(collectives.reduce_scatter, wire.view(-1), "sum", group, out=row)
+    work = start_async(
+        collectives.reduce_scatter, wire.view(-1), "sum", group, out=row, custom=custom
+    )
     del wire, block
     yield work
     steps = [b.reduce_replicas(r) for b, r in zip(buckets, row.split(widths), strict=True)]

@@ -12,15 +12,19 @@ the modules show metadata of unsharded parameters, as their layouts decide the l
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from disttensor.autograd.accumulation import ONLY, BackwardContext
 from disttensor.fsdp.all_gather_buffer import AllGatherBuffer
 from disttensor.fsdp.graph_hooks import SegmentForward
 from disttensor.fsdp.param import FSDPParam
@@ -31,6 +35,27 @@ from disttensor.torch_private import storage_id
 
 Tensor = torch.Tensor
 ShardState = Enum("ShardState", "SHARDED GATHERING GATHERED VISIBLE")
+
+
+@dataclass
+class SegmentOptions:
+    """What the methods of ``FSDPModule`` set.
+
+    context           of all backwards, in addition to the context of ``accumulate``.
+    most_reductions   reductions to shards under way at once: each holds the gradients of a segment.
+    forward_prefetch, backward_prefetch
+                      the segments to gather ahead; None: by the order of the last forward.
+    divide_by         the number by which gradients are divided; None: no hook divides.
+    reduce_scatter    the user's collective.
+    """
+
+    context: BackwardContext = ONLY
+    keep_after_backward: bool = False
+    most_reductions: int = 2
+    forward_prefetch: list[Segment] | None = None
+    backward_prefetch: list[Segment] | None = None
+    divide_by: float | None = None
+    reduce_scatter: Any = None
 
 
 class Segment:
@@ -56,6 +81,7 @@ class Segment:
         self.state = ShardState.SHARDED
         self.kept = False  # stays gathered until the values change: set by create_graph=True
         self.unsharded = 0  # number of ``unshard`` contexts that keep it gathered
+        self.options = SegmentOptions()
         kinds: dict[Any, list[FSDPParam]] = {}
         for param in self.copied:
             if self.is_on_mesh:
@@ -76,6 +102,7 @@ class Segment:
         self.position = 0  # in the order in which forwards begin
         self.epoch = -1  # number of the root's forward in which ``position`` was set
         self.forward: SegmentForward  # set by the engine
+        self.engine: Any  # a weak reference to the engine
         self.leaves: list[str] = []  # the parameter of each leaf that collects gradients
         self.expected: frozenset[int] = frozenset()  # leaves that the last backward reached
         # If ``copied`` is empty: segments that received gradients in the same backward.
@@ -92,7 +119,23 @@ class Segment:
             free_after_forward=self.free_after_forward,
             is_brief=self.is_brief,
         )
+        for copied, buffer in zip(new.buffers, self.buffers, strict=True):
+            copied.custom = buffer.custom
+        fields = ("forward_prefetch", "backward_prefetch")
+        new.options = replace(
+            self.options, **{f: deepcopy(getattr(self.options, f), memo) for f in fields}
+        )
         return new
+
+    def divide_gradients(self, by: float) -> None:
+        """Divides the gradients of all later backwards."""
+        if self.options.divide_by is None:
+            for leaf in [x for p in self.params for x in p.hooked_leaves()]:
+                self.add_division(leaf)
+        self.options.divide_by = by
+
+    def add_division(self, leaf: Tensor) -> None:
+        leaf.register_hook(partial(_divide, weakref.ref(self)))
 
     @property
     def is_visible(self) -> bool:
@@ -163,3 +206,15 @@ class Segment:
             for buffer in self.buffers:
                 buffer.free()
             self.state = ShardState.SHARDED
+
+    def end_backward(self) -> None:
+        if self.options.keep_after_backward:
+            self.hide_params()
+        else:
+            self.free()
+
+
+def _divide(segment: weakref.ref[Segment], grad: Tensor) -> Tensor | None:
+    # Weak: the garbage collector does not see hooks of autograd.
+    of = segment()
+    return None if of is None or of.options.divide_by is None else grad / of.options.divide_by

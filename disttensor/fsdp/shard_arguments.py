@@ -19,19 +19,51 @@ from disttensor.comm.groups import world_group
 from disttensor.core.mesh import ProcessMesh
 from disttensor.core.placement import Shard
 from disttensor.experts.expert_plan import expert_tensors
-from disttensor.fsdp.engine import ENGINE
+from disttensor.fsdp.engine import ENGINE, engines
 from disttensor.fsdp.module_tree import SegmentSpec
 from disttensor.fsdp.segment_policy import Segments, segments_of
 from disttensor.fsdp.shard_params import meshes_of, split_by
+from disttensor.nn.parameters import slots
 from disttensor.nn.shard_module import check_sizes, check_subclasses
 from disttensor.nn.shared_memory import check_memory
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.user_facts import hooks_of
 
 
-def is_sharded(module: nn.Module) -> bool:
-    """Returns True if ``shard_data_parallel`` was called for this module."""
-    return ENGINE in module.__dict__
+def params_inside(module: nn.Module, stage: int) -> frozenset[int]:
+    """Returns the ids of the parameters that earlier calls for modules in ``module`` have sharded.
+
+    Raises ValueError for a call for ``module`` itself, and for calls that do not fit together.
+    """
+    who = "shard_data_parallel"
+    inside = {n: m.__dict__[ENGINE] for n, m in module.named_modules() if ENGINE in m.__dict__}
+    if "" in inside:
+        raise ValueError(f"{who}: {type(module).__name__} is sharded already, by an earlier call")
+    found = {id(p.sharded_param): p for e in inside.values() for p in e.params()}
+    around = [p for e in engines() if e not in inside.values() for p in e.params()]
+    names = {id(p): name for name, p in module.named_parameters()}
+    for name in [names[id(p.sharded_param)] for p in around if id(p.sharded_param) in names]:
+        raise ValueError(
+            f"{who}: parameter {name!r} is sharded already, by a call for a module around: call it "
+            "for the inner modules first"
+        )
+    for name, engine in inside.items():
+        if engine.scatter is not (stage != 1):
+            raise ValueError(
+                f"{who}: stage={stage}: {name!r} in it was sharded with "
+                f"{'stage 2 or 3' if engine.scatter else 'stage 1'}; give both calls the same stage"
+            )
+    places = [slot for slot in slots(module) if inside]
+    for slot in places:
+        param, what = found.get(id(slot.value)), getattr(slot.value, "_replaced", None)
+        if param is not None and len(param.slots) != sum(s.value is slot.value for s in places):
+            what = "it is a parameter of a module that was sharded by an earlier call"
+        if what is not None:
+            raise ValueError(
+                f"{who}: parameter {slot.name!r} is tied: {what}. Shard modules that share a "
+                "parameter in one call, with segments=[['first', 'second'], ...]"
+            )
+    return frozenset(found)
 
 
 def check_arguments(
@@ -47,8 +79,6 @@ def check_arguments(
             "parameters too"
         )
     check_int(f"{who}: prefetch", prefetch, 0, "a number of segments")
-    if any(is_sharded(m) for m in module.modules()):
-        raise ValueError(f"{who}: the module, or one in it, is under shard_data_parallel already")
     if shard_axis is not None and shard_axis == replicate_axis:
         raise ValueError(f"{who}: {shard_axis!r} is both shard_axis and replicate_axis")
     check_sizes(who, dict((*module.named_parameters(), *module.named_buffers())))

@@ -11,9 +11,9 @@ from disttensor.checks import check_type
 from disttensor.core.init_mesh import mesh_of_all
 from disttensor.core.mesh import ProcessMesh, as_mesh
 from disttensor.core.placement import Shard
+from disttensor.fsdp.fsdp_module import as_fsdp_module
 from disttensor.fsdp.fully_shard import shard_data_parallel
 from disttensor.fsdp.segment_policy import Segments
-from disttensor.fsdp.shard_arguments import is_sharded
 
 
 def fully_shard(
@@ -24,17 +24,17 @@ def fully_shard(
 ) -> nn.Module:  # fmt: skip
     """Shards parameters, gradients and optimizer state over a mesh axis, as torch's does.
 
-    It equals ``shard_data_parallel(stage=3)``, and is called once, for the whole model:
-    ``segments`` replaces the calls for inner modules.
+    It equals ``shard_data_parallel(stage=3)``. Call it for inner modules first, as torch's, or once
+    with ``segments``. The module gets the methods of ``dt.fsdp.FSDPModule``.
 
     Args:
-        module: the whole model; it is changed in place and returned.
+        module: a model, or a module in it; it is changed in place and returned.
         mesh: a ProcessMesh or torch's DeviceMesh. One axis: shards; two axes: replicas (the first)
             of shards (the second). None: one axis of all ranks.
         reshard_after_forward, shard_placement_fn, mp_policy, ignored_params: as in torch.
         segments: as in ``shard_data_parallel``, for example names of modules.
 
-    Raises ValueError for a mesh of more axes, and if a module in ``module`` is sharded already.
+    Raises ValueError for a mesh of more axes, and if the module, or one around, is sharded already.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
     >>> dt.fully_shard(model, mesh=mesh)[0].weight.placements
@@ -42,17 +42,12 @@ def fully_shard(
     """
     mesh = _mesh("fully_shard", mesh, 2)
     check_type("fully_shard: module", module, nn.Module, "a module")
-    if any(is_sharded(m) for m in module.modules()):
-        raise ValueError(
-            "fully_shard: the module, or one in it, is sharded already. Call it once, for the "
-            "whole model, and name the inner modules: fully_shard(model, segments=['block', ...])"
-        )
     replicas = mesh.dim_names[0] if mesh.ndim == 2 else None
-    return shard_data_parallel(
+    return as_fsdp_module(shard_data_parallel(
         module, mesh, mesh.dim_names[-1], replicas, segments=segments,
         reshard_after_forward=reshard_after_forward, mp_policy=mp_policy,
         ignored_params=ignored_params or (), shard_placement_fn=shard_placement_fn,
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 def replicate(
@@ -62,9 +57,11 @@ def replicate(
     """Replicates parameters on each rank, as torch's ``replicate`` and DDP do.
 
     It equals ``shard_data_parallel(shard_axis=None)``: gradients are reduced during the backward.
+    Modules in one model may be replicated and fully sharded, inner ones first. The module gets the
+    methods of ``dt.fsdp.FSDPModule``.
 
     Args:
-        module: the whole model; it is changed in place and returned.
+        module: a model, or a module in it; it is changed in place and returned.
         mesh: a ProcessMesh or torch's DeviceMesh of one axis; None: one axis of all ranks.
         mp_policy, ignored_params: as in ``shard_data_parallel``.
 
@@ -74,10 +71,10 @@ def replicate(
     >>> dt.replicate(torch.nn.Linear(4, 8), mesh=line).weight.placements
     (Replicate(),)
     """
-    return shard_data_parallel(
+    return as_fsdp_module(shard_data_parallel(
         module, _mesh("replicate", mesh, 1), None, mp_policy=mp_policy,
         ignored_params=ignored_params or (),
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 def _mesh(who: str, mesh: Any, most: int) -> ProcessMesh:

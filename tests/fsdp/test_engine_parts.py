@@ -14,6 +14,7 @@ import disttensor as dt
 from disttensor.comm.places import GradMemory, grad_bucket_of
 from disttensor.fsdp.backward import ReduceOrder
 from disttensor.fsdp.engine import _record_gradient as arrived
+from disttensor.fsdp.segment import SegmentOptions
 from tests.support.micro import batch_of, meshes, net, shard
 from tests.support.pool import on_ranks
 
@@ -35,13 +36,15 @@ class SlowWork:
 class AnySegment:
     expected, copied = frozenset({0}), True
 
-    def __init__(self, position: int) -> None:
+    def __init__(self, position: int, most: int) -> None:
+        self.options = SegmentOptions(most_reductions=most)
         self.position = self.index = position
         self.companions: dict[Any, None] = {}
 
 
+@pytest.mark.parametrize("most", [1, 2, 4])
 @pytest.mark.parametrize("bounded", [True, False])
-def test_two_reductions_to_shards_hold_memory_at_once(bounded: bool) -> None:
+def test_few_reductions_to_shards_hold_memory_at_once(bounded: bool, most: int) -> None:
     under_way: set[Any] = set()
     at_once = []
 
@@ -55,10 +58,11 @@ def test_two_reductions_to_shards_hold_memory_at_once(bounded: bool) -> None:
 
     backward = ReduceOrder(0, reduce, bounded)
     for position in reversed(range(5)):
-        segment: Any = AnySegment(position)
+        segment: Any = AnySegment(position, most)
         backward.record_gradient(segment, 0)
     backward.finish()
-    assert at_once == ([1, 2, 2, 2, 2] if bounded else [1, 2, 3, 4, 5]) and not under_way
+    expected = [min(number, most if bounded else 5) for number in range(1, 6)]
+    assert at_once == expected and not under_way
 
 
 def test_a_gradient_that_arrives_settles_in_its_place() -> None:
@@ -67,7 +71,7 @@ def test_a_gradient_that_arrives_settles_in_its_place() -> None:
     bucket = grad_bucket_of([place], [leaf.shape], [3], leaf, leaf.dtype)
     leaf.grad = torch.ones(3)
     gone: Any = weakref.ref(set())
-    arrived(gone, gone, 0, place, leaf)
+    arrived(gone, 0, place, leaf)
     assert leaf.grad is bucket.tensors[0] and bucket.flat.tolist() == [1, 1, 1]
 
 
