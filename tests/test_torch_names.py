@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import pickle
 import subprocess
@@ -271,12 +272,48 @@ def test_fully_shard_and_replicate_train_as_one_process():
             same(losses[1], losses[0])
         for key, value in expected.state_dict().items():
             same(model.state_dict()[key], value)
-        with pytest.raises(
-            ValueError, match="sharded already" if wrap is dt.fully_shard else "already"
-        ):
-            wrap(nn.Sequential(model), mesh=mesh)
+        for again in (model, model[0]):
+            with pytest.raises(ValueError, match="sharded already"):
+                wrap(again, mesh=mesh)
     with pytest.raises(ValueError, match="at most 1 are expected"):
         dt.replicate(copy.deepcopy(plain), mesh=grid())
+
+
+@on_ranks(2)
+def test_redistribute_sends_and_returns_the_dtypes_of_torch():
+    """Between all pairs of layouts, used as it is and with pieces; twice differentiated."""
+    mesh = dt.init_mesh((2,), ("d",))
+    plain = counted(5, 3).sin().float()
+    wide, narrow = torch.float64, torch.bfloat16
+    for forward, backward in ((None, wide), (narrow, None), (narrow, wide), (wide, narrow)):
+        dtypes = {"forward_dtype": forward, "backward_dtype": backward}
+        for src, to in itertools.product(([R], [S0], [S1], [P]), repeat=2):
+            if to == [P]:
+                continue
+            x = dt.reshard(dt.shard_tensor(plain, mesh), mesh, src).detach().requires_grad_()
+            y = their_distribute_tensor(plain, theirs(mesh), [TheirReplicate()])
+            y = y.redistribute(placements=dt_to_torch(src)).detach().requires_grad_()
+            out, expected = (
+                t.redistribute(placements=how, **dtypes)
+                for t, how in ((x, to), (y, dt_to_torch(to)))
+            )
+            assert out.dtype is expected.dtype
+            same(out, expected.full_tensor())
+            rows = dt.shard_tensor(torch.ones(4, 5, dtype=out.dtype), mesh, [S0])
+            with dt.debugging.record_comms() as log:
+                (grad,) = torch.autograd.grad((rows @ out).sum(), x, create_graph=True)
+            sent = {r.dtype for r in log.records}
+            # the product would gather other layouts itself; a leaf adds up without messages
+            assert to != [R] or sent <= {backward or x.dtype}, (src, to, dtypes, sent)
+            assert (src, to) != ([S0], [R]) or sent, dtypes
+            assert grad.dtype is x.dtype
+            same(grad.detach(), torch.full((5, 3), 4.0))
+            (out.double() ** 2).sum().backward()
+            assert x.grad.dtype is x.dtype
+            tolerance = 0.02 if narrow in (forward, backward) else 1e-6
+            torch.testing.assert_close(x.grad.full_tensor(), 2 * plain, rtol=tolerance, atol=1e-6)
+    with pytest.raises(NotImplementedError, match="within a mesh"):
+        x.redistribute(dt.ProcessMesh([0]), [R], forward_dtype=narrow)
 
 
 @everywhere

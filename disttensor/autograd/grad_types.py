@@ -95,15 +95,26 @@ def scale_average_grad(leaf: Tensor, spec: DistSpec) -> Tensor:
 class GradTransition:
     """A transition between two gradient types. ``run``: reshards a local; None if the specs are
     equal. ``start``: starts the reduction of the backward; None unless it is one large collective.
+    ``grad_dtype``: of the reshard of the gradient; None: the dtype of ``src``. ``cast``: the dtype
+    to which a local is cast before ``run``, or None.
     """
 
-    __slots__ = ("_back", "dst", "run", "src", "start")
+    __slots__ = ("_back", "cast", "dst", "grad_dtype", "run", "src", "start")
 
-    def __init__(self, src: GradType, dst: GradType) -> None:
+    def __init__(self, src: GradType, dst: GradType, grad_dtype: torch.dtype | None = None) -> None:
         self.src, self.dst = src, dst
-        self.run = None if src.spec is dst.spec else planner.runner(src.spec, dst.spec)
-        self.start = reduction(src, dst) if dst.varying else None
+        dtype = dst.spec.dtype
+        self.cast = None if dtype is src.spec.dtype else dtype
+        grad_dtype = src.spec.dtype if grad_dtype is None else grad_dtype
+        self.grad_dtype = None if dtype is grad_dtype else grad_dtype
+        start = src.spec.with_dtype(dtype)
+        self.run = None if start is dst.spec else planner.runner(start, dst.spec)
+        self.start = reduction(src, dst) if dst.varying and not self.casts else None
         self._back: tuple[GradTransition, float] | None = None
+
+    @property
+    def casts(self) -> bool:
+        return self.cast is not None or self.grad_dtype is not None
 
     def backward(self) -> tuple[GradTransition, float]:
         """Returns the transition of the gradient, and the factor to apply before it."""
@@ -112,14 +123,21 @@ class GradTransition:
                 gradient_type(self.src),
                 gradient_type(self.dst),
             )
+            if self.casts:
+                dtype = self.grad_dtype or grad_dst.spec.dtype
+                grad_dst, grad_src = (
+                    GradType(t.spec.with_dtype(dtype), t.varying) for t in (grad_dst, grad_src)
+                )
             self._back = transition_between(*grad_dst, *grad_src), divide_dst / divide_src
         return self._back
 
 
 @cached(8192)
-def transition_between(src: DistSpec, read: Axes, dst: DistSpec, axes: Axes) -> GradTransition:
+def transition_between(
+    src: DistSpec, read: Axes, dst: DistSpec, axes: Axes, grad_dtype: torch.dtype | None = None
+) -> GradTransition:
     """Returns the transition from ``GradType(src, read)`` to ``GradType(dst, axes)``."""
-    return GradTransition(GradType(src, read), GradType(dst, axes))
+    return GradTransition(GradType(src, read), GradType(dst, axes), grad_dtype)
 
 
 def reduction(src: GradType, dst: GradType) -> StartReduction | None:
@@ -149,6 +167,7 @@ class ReshardFunction(torch.autograd.Function):
         activation_checkpoint.join_region(ctx)
         if held is not None:
             return held[0].data if own else held[0].view_as(held[0])
+        x = x if transition.cast is None else x.to(transition.cast)
         if transition.run is None:
             return x.view_as(x)
         out = transition.run(x)
@@ -167,6 +186,8 @@ class ReshardFunction(torch.autograd.Function):
         backward, scale = ctx.transition.backward()
         if scale != 1.0:
             grad = grad * scale
+        if ctx.transition.grad_dtype is not None:  # autograd casts the result to the dtype of x
+            grad = grad.to(ctx.transition.grad_dtype)
         if torch.is_grad_enabled():
             return apply_transition(grad, backward, None), None, None, None, None
         return grad if backward.run is None else backward.run(grad), None, None, None, None

@@ -6,17 +6,35 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
+from disttensor.core.layout import replicated
+from disttensor.core.spec import DistSpec
 from disttensor.dispatch.call_plan import PythonCall
 from disttensor.tensor.dist_tensor import DistTensor
+from disttensor.tensor.reshard import resharded
 
 Function = Callable[..., Any]
+# The list of steps, which is only read. Optimizers may keep all steps on one mesh.
+_STEPS = {torch._fused_adam_: 5, torch._fused_adamw_: 5}
 
 
 def meshes_of(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
     """Returns the number of meshes in the lists of such a function; 0 for other functions."""
     if not getattr(func, "__name__", "").startswith(("_foreach_", "_fused_", "_amp_foreach_")):
         return 0
-    return len(_by_mesh(args, kwargs)[1])
+    count = len(_by_mesh(args, kwargs)[1])
+    return count + any(mesh is not None for mesh in _other_meshes(func, args))
+
+
+def _other_meshes(func: Function, args: Sequence[Any]) -> list[Any]:
+    """Returns for each step the mesh of its parameter, or None if the step is on it."""
+    at = _STEPS.get(func, len(args))
+    return [
+        p.spec.mesh if isinstance(p, DistTensor) and isinstance(step, DistTensor)
+        and step.spec.mesh is not p.spec.mesh else None
+        for p, step in (zip(args[0], args[at], strict=True) if at < len(args) else ())
+    ]  # fmt: skip
 
 
 def _by_mesh(args: Sequence[Any], kwargs: Any) -> tuple[Sequence[Any], dict[Any, list[int]]]:
@@ -33,7 +51,14 @@ def _by_mesh(args: Sequence[Any], kwargs: Any) -> tuple[Sequence[Any], dict[Any,
 def run_per_mesh(planned: PythonCall, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Makes one call for each mesh, with the members of every list on this mesh. The results have
     the order of the members."""
-    func = planned.func
+    func, args = planned.func, [*args]
+    meshes = _other_meshes(func, args)
+    if any(mesh is not None for mesh in meshes):
+        args[_STEPS[func]] = [
+            step if mesh is None
+            else resharded(step, DistSpec(mesh, replicated(0), step.shape, step.dtype))
+            for step, mesh in zip(args[_STEPS[func]], meshes, strict=True)
+        ]  # fmt: skip
     first, by_mesh = _by_mesh(args, kwargs)
     out: list[Any] = [None] * len(first)
     single = True

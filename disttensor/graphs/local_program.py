@@ -201,7 +201,7 @@ def _traceable(func: Function, args: Sequence[Any]) -> tuple[Function, tuple[Any
     """Returns the form of a function that communicates which torch.compile traces, and its
     arguments after the tensor; the function itself, and None, for all others."""
     func = getattr(func, "plain", func)
-    if func is grad_types._apply_transition:
+    if func is grad_types._apply_transition and not args[1].casts:
         return traced_reshard, _transition(args[1])
     if func is cross_mesh._run and args[1].mesh is args[2].mesh:
         return traced_reshard, _transition(grad_types.transition_between(args[1], (), args[2], ()))

@@ -29,7 +29,10 @@ Function = Callable[..., Any]
 _IN_FRONT = {"graphs", "nn", "optim", "patches"}
 
 # Inside these alone a DistTensor is a constant.
-GATHERING = {"torch.func.grad or vjp", "torch.func.vmap"}
+GATHERING = {
+    "torch.func.grad or vjp", "torch.func.vmap", "torch.func.jvp",
+    "torch.autograd.forward_ad.dual_level",
+}  # fmt: skip
 
 
 _counting = Lock()
@@ -50,7 +53,7 @@ def _leave() -> None:
 
 
 def _answer(func: Function, args: Any, kwargs: Any) -> Any:
-    """Runs a call on a DistTensor while a tracer runs on this thread. vmap, grad and vjp treat
+    """Runs a call on a DistTensor while a tracer runs on this thread. vmap, grad, vjp and jvp treat
     DistTensors as constants: their values are gathered, and the result is a regular tensor."""
     names = TRACERS.names
     dist = [t for t in collect((args, kwargs), []) if isinstance(t, DistTensor)]

@@ -15,6 +15,7 @@ import torch
 
 from disttensor.autograd import token
 from disttensor.autograd.grad_types import scale_average_grad
+from disttensor.checks import check_bool, check_dtype
 from disttensor.comm.process_group import world
 from disttensor.core.layout import Layout
 from disttensor.core.mesh import ProcessMesh, as_mesh, sub_mesh
@@ -29,7 +30,7 @@ from disttensor.tensor.grad import Grad, is_gradient
 from disttensor.tensor.hooks import Hooks
 from disttensor.tensor.in_place import InPlace
 from disttensor.tensor.metadata import Metadata
-from disttensor.tensor.reshard import resharded, target
+from disttensor.tensor.reshard import resharded, resharded_with_dtypes, target
 from disttensor.tensor.user_facts import user_attributes
 from disttensor.tensor.values import Values
 from disttensor.torch_private import compile_id, make_subclass
@@ -131,25 +132,45 @@ class DistTensor(Metadata, Grad, Backward, Hooks, InPlace, Values, Checkpointabl
         )
 
     def redistribute(
-        self, device_mesh: Any = None, placements: Sequence[Placement] | None = None
-    ) -> DistTensor:
+        self, device_mesh: Any = None, placements: Sequence[Placement] | None = None, *,
+        async_op: bool = False, forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+    ) -> DistTensor:  # fmt: skip
         """Returns the tensor in another layout, as ``dt.reshard``, and waits for it.
 
         Args:
             device_mesh: a ProcessMesh or torch's DeviceMesh; None: the mesh of the tensor.
             placements: one for each mesh axis; None: the placements of the tensor.
+            async_op: changes nothing: this call waits, and ``dt.reshard`` does not.
+            forward_dtype: of the result, and of what is sent; None: the dtype of the tensor.
+            backward_dtype: of the gradient that is sent; None: the dtype of the tensor. The
+                gradient of the tensor has the dtype of the tensor.
 
-        Raises TypeError or ValueError for a mesh or placements that do not fit.
+        Raises TypeError or ValueError for arguments that do not fit, and NotImplementedError for
+        dtypes with another mesh.
 
         >>> x = dt.ones(4, mesh=mesh, placements=[dt.Shard(0), dt.Replicate()])
         >>> x.redistribute(placements=[dt.Replicate(), dt.Shard(0)]).placements
         (Replicate(), Shard(0))
         """
+        check_bool("redistribute: async_op", async_op)
         mesh = self.spec.mesh
         if device_mesh is not None:
             mesh = as_mesh("redistribute: device_mesh", device_mesh)
         how = self.placements if placements is None else placements
-        return resharded(self, target(self.spec, mesh, how, None, None), fresh=True)
+        to = target(self.spec, mesh, how, None, None)
+        if forward_dtype is None and backward_dtype is None:
+            return resharded(self, to, fresh=True)
+        for name, dtype in (("forward", forward_dtype), ("backward", backward_dtype)):
+            check_dtype(f"redistribute: {name}_dtype", dtype)
+        if mesh is not self.spec.mesh:
+            raise NotImplementedError(
+                "redistribute: forward_dtype and backward_dtype are for a reshard within a mesh; "
+                "cast before it, and after it, with x.to(dtype)"
+            )
+        return resharded_with_dtypes(
+            self, to.with_dtype(forward_dtype or self.dtype), backward_dtype
+        )
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Returns ``rebuild`` and its arguments: this rank's piece, the spec, and this rank. Warns

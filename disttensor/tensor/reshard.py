@@ -100,6 +100,27 @@ def resharded(x: T, dst: DistSpec, fresh: bool = False) -> T:
     return out
 
 
+def resharded_with_dtypes(x: T, dst: DistSpec, grad_dtype: torch.dtype | None) -> T:
+    """Casts x to the dtype of ``dst``, a spec of the same mesh, and reshards it. The gradient is
+    resharded in ``grad_dtype``, or else in the dtype of x, and cast to the dtype of x."""
+    local = x.local
+    if not x.is_initialized:
+        return x.like(local if torch.is_grad_enabled() else local.detach(), dst)
+    if not local.requires_grad or not torch.is_grad_enabled():
+        return resharded(
+            x.like(local.detach().to(dst.dtype), x.spec.with_dtype(dst.dtype)), dst, True
+        )
+    read = varying_axes(x, dst, ()) if grad_dtype is None else ()
+    moved = apply_transition(
+        x.local_for(read), transition_between(x.spec, read, dst, (), grad_dtype), None
+    )
+    if storage_id(moved.untyped_storage()) == storage_id(local.untyped_storage()):
+        moved = moved.clone()
+    out = x.like(moved, dst)
+    set_derivation(out, moved, x, None, () if grad_dtype is None else (grad_dtype,))
+    return out
+
+
 def local_of_global(value: Tensor, spec: DistSpec) -> Tensor:
     """Returns the local in ``spec`` of a DistTensor, or of a regular tensor with the global value,
     which all ranks have."""

@@ -41,7 +41,8 @@ class Derivation(NamedTuple):
     x, local, spec, version, is_leaf  the source, its local and spec, and the state of its local.
     sets_of_data  how often ``x.data = value`` had been done.
     local_fn      the call of a local function: a view function, or one that is cheap to repeat.
-                  None: the result is a reshard.
+                  None: the result is a reshard; ``args``: the dtype in which its gradient is
+                  resharded, if one was given.
     args, named   of the call, without the source, which is at the position or keyword ``at``.
     given         the tensors among them, with their versions.
     """
@@ -198,8 +199,8 @@ def _derived(result: Any, made: Derivation | None, axes: Axes) -> Tensor | None:
         if not made.has_inputs(result.local):
             return None
         return made.repeat(made.x.local_for(axes))
-    read = varying_axes(made.x, result.spec, axes)
-    transition = transition_between(made.spec, read, result.spec, axes)
+    read = () if made.args else varying_axes(made.x, result.spec, axes)
+    transition = transition_between(made.spec, read, result.spec, axes, *made.args)
     return apply_transition(made.x.local_for(read), transition, [result.local.detach()])
 
 

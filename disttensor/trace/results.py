@@ -100,7 +100,7 @@ class Results:
         if self.writes or made.x.local is not made.local:
             raise Untraceable("a result was made from another, and the program writes to tensors")
         parts = [name, local, self.tensor(made.x)]
-        if made.local_fn is not None:
+        if made.local_fn is not None or made.args:
             call = made.local_fn, list(made.args), made.named, made.at
             parts += [self._part(part) for part in call]
             tensors = [t for t in (*made.args, *made.named.values()) if isinstance(t, Tensor)]

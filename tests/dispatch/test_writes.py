@@ -100,14 +100,16 @@ def test_a_fused_step_on_two_meshes_is_the_plain_step() -> None:
         "amsgrad": False, "maximize": False,
     }  # fmt: skip
     results = []
-    for spread in (False, True):
+    for steps_on in (None, (one, two), (one, one), (two, two), (two, one)):
         lists = [[torch.full((3,), float(i + j)) for j in (1, 2)] for i in range(4)]
-        if spread:
+        steps: Any = [torch.tensor(1.0), torch.tensor(3.0)]
+        if steps_on is not None:
             lists = [[dt.shard_tensor(x, one, [S0]), dt.shard_tensor(y, two)] for x, y in lists]
-        torch._fused_adam_(*lists, [], [torch.tensor(1.0), torch.tensor(1.0)], **options)
-        results.append([sums(members) for members in lists])
-    for mine, plain in zip(*results, strict=True):
-        assert mine == pytest.approx(plain)
+            steps = [dt.shard_tensor(x, mesh) for x, mesh in zip(steps, steps_on, strict=True)]
+        torch._fused_adam_(*lists, [], steps, **options)
+        results.append([sums(members) for members in (*lists, steps)])
+    for given in results[1:]:
+        assert given == [pytest.approx(plain) for plain in results[0]]
 
 
 DRAWS = ("normal_", "uniform_", "exponential_", "random_", "bernoulli_", "log_normal_", "cauchy_")
