@@ -114,8 +114,7 @@ def choose(src: DistSpec, dst: DistSpec) -> tuple[Step, ...]:
     """Returns the steps that ``reshard`` will take, without running them. Empty if nothing changes.
 
     Between two meshes one step is a "send_recv"; its ``bytes`` are the bytes of the rank that sends
-    most. Raises ValueError for specs that do not fit, and TypeError for a reduction that the dtype
-    does not support.
+    most. Raises ValueError for specs that do not fit.
     """
     return planner.choose(src, dst) if src.mesh is dst.mesh else _across(src, dst)
 

@@ -59,7 +59,7 @@ class CrossMeshPlan:
 def plan_between(src: DistSpec, dst: DistSpec) -> CrossMeshPlan:
     """Returns the cheapest plan: fewest bytes on the wire, then fewest messages.
 
-    Raises ValueError for specs that do not fit, TypeError for a reduction that has no meaning.
+    Raises ValueError for specs that do not fit.
     """
     check(src, dst)
     after, made = _arriving(dst)

@@ -49,7 +49,7 @@ LINES = {
     "pieces": 624,
     "pipeline": 3_288,
     "random": 948,
-    "reshard": 1_604,
+    "reshard": 1_563,
     "root": 2_404,
     "simulate": 5_066,
     "tensor": 3_579,

@@ -102,6 +102,9 @@ def encode(x: Tensor, op: str) -> tuple[Tensor, Callable[[Tensor], Tensor] | Non
     if op in ("max", "min") and dtype.is_floating_point:
         wide = x if dtype == torch.float64 else x.float()
         return as_ordered(wide, op), lambda t: from_ordered(t).to(dtype)
+    if dtype == torch.uint64 and op in ("max", "min"):  # to integers in the same order
+        lowest = torch.iinfo(torch.int64).min
+        return x.view(torch.int64) ^ lowest, lambda t: (t ^ lowest).view(dtype)
     if op in ("any", "all"):
         wire = (x if dtype == torch.bool else x != 0).to(torch.uint8)
     elif dtype == torch.bool:

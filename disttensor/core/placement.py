@@ -17,6 +17,20 @@ from disttensor.checks import check_int
 
 REDUCTIONS = ("sum", "avg", "max", "min", "prod", "any", "all")
 
+# The dtypes of DistTensors, and the reductions whose result has the dtype of the values.
+# float8_e8m0fnu has no zero, which a pending sum needs.
+_OF_INTEGERS = ("sum", "max", "min", "prod")
+_REDUCTIONS_OF = {
+    torch.bool: ("max", "min", "any", "all"),
+    **dict.fromkeys((torch.uint8, torch.uint16, torch.uint32, torch.uint64), _OF_INTEGERS),
+    **dict.fromkeys((torch.int8, torch.int16, torch.int32, torch.int64), _OF_INTEGERS),
+    **dict.fromkeys((torch.float16, torch.bfloat16, torch.float32, torch.float64), REDUCTIONS[:5]),
+    **dict.fromkeys((torch.float8_e4m3fn, torch.float8_e4m3fnuz), REDUCTIONS[:5]),
+    **dict.fromkeys((torch.float8_e5m2, torch.float8_e5m2fnuz), REDUCTIONS[:5]),
+    **dict.fromkeys((torch.complex32, torch.complex64, torch.complex128), ("sum", "avg")),
+    torch.float8_e8m0fnu: ("max", "min", "prod"),
+}
+
 
 class _TorchMethods:
     """Methods of torch's placements."""
@@ -146,10 +160,26 @@ def show(placements: Sequence[Placement]) -> str:
     return "[" + ", ".join(str(p) for p in placements) + "]"
 
 
+def check_reductions(dtype: torch.dtype, pending: Sequence[tuple[str, str]]) -> None:
+    """Raises TypeError for a dtype that torch cannot copy, and ValueError if a reduction of
+    ``pending`` (axis, op) has no result of this dtype."""
+    known = _REDUCTIONS_OF.get(dtype)
+    if known is None:
+        raise TypeError(f"no DistTensor has the dtype {dtype}: use x.view(torch.uint8)")
+    for axis, op in pending:
+        if op not in known:
+            names = ", ".join(f"Partial({name!r})" for name in known)
+            raise ValueError(
+                f"Partial({op!r}) of {dtype} on mesh axis {axis!r} has no meaning; use {names}, "
+                "or another dtype"
+            )
+
+
 def neutral_element(op: str, dtype: torch.dtype) -> Any:
-    """Returns the neutral element of a reduction: 0, 1, or the far end of the dtype."""
-    if op in ("sum", "avg", "any"):
-        return 0
+    """Returns the neutral element of a reduction: 0 (-0.0, which keeps the sign of a zero), 1, or
+    the far end of the dtype."""
+    if op in ("sum", "avg"):
+        return complex(-0.0, -0.0) if dtype.is_complex else -0.0 if dtype.is_floating_point else 0
     if op in ("prod", "all"):
         return 1
     if dtype == torch.bool:

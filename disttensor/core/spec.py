@@ -19,7 +19,7 @@ from disttensor.core.layout import (
     replicated,
 )
 from disttensor.core.mesh import ProcessMesh, as_mesh
-from disttensor.core.placement import Placement
+from disttensor.core.placement import Placement, check_reductions
 from disttensor.torch_private import outside_modes, refuse_memory
 
 
@@ -197,6 +197,7 @@ def _fits(mesh: Any, layout: Any, shape: Any, dtype: Any) -> None:
         )
     for axis in layout.varies():
         mesh.axis(axis)
+    check_reductions(dtype, [(mesh.dim_names[axis], op) for axis, op in layout.partial])
 
 
 def layout_from(
@@ -227,22 +228,6 @@ def layout_from(
     return layout_from_mapping(mapping, partial_status, mesh.ndim)
 
 
-def check_spec(spec: DistSpec) -> DistSpec:
-    """Returns ``spec``. Raises ValueError if its pending reduction is invalid for its dtype."""
-    for a, op in spec.layout.partial:
-        meaningless = (op in ("sum", "avg", "prod") and spec.dtype == torch.bool) or (
-            op == "avg" and not (spec.dtype.is_floating_point or spec.dtype.is_complex)
-        )
-        if meaningless:
-            of_bool = spec.dtype == torch.bool
-            other = "'any') or Partial('all')" if of_bool else "'sum'), or a floating dtype"
-            raise ValueError(
-                f"Partial({op!r}) of {spec.dtype} on mesh axis {spec.mesh.dim_names[a]!r} has no "
-                f"meaning; use Partial({other}"
-            )
-    return spec
-
-
 def spec_of(
     mesh: ProcessMesh,
     shape: Sequence[int],
@@ -254,4 +239,4 @@ def spec_of(
     """Returns a spec from either of the two notations of a layout. Raises ValueError for a pending
     reduction that is invalid for the dtype."""
     layout = layout_from(mesh, len(shape), placements, dims_mapping, partial_status)
-    return check_spec(DistSpec(mesh, layout, shape, dtype))
+    return DistSpec(mesh, layout, shape, dtype)

@@ -120,7 +120,8 @@ def nanmean(
 def _pending(func: Any, kind: str, doc: str) -> None:
     @rule(func, doc=f"reduced dims: P({doc}")
     def factors(input: Arg, dim: Any = None, keepdim: bool = False, **words: Any) -> Factors:
-        return reduction(input, dim, keepdim, kind)
+        of_bytes = {"any": "max", "all": "min"} if input.dtype is torch.uint8 else {}
+        return reduction(input, dim, keepdim, of_bytes.get(kind, kind))
 
 
 _pending(torch.nansum, "sum", "sum); not linear, NaN counts as 0")

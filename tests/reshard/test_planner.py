@@ -163,24 +163,6 @@ def test_a_step_prints_what_it_does():
 # What is refused ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("src", "dst", "dtype", "words"),
-    [
-        (P("sum"), R, torch.bool, r"Use Partial\('any'\)"),
-        (S(0), P("sum"), torch.bool, r"Use Partial\('any'\)"),
-        (P("prod"), R, torch.bool, r"Use Partial\('all'\)"),
-        (P("avg"), R, torch.int64, r"Use Partial\('sum'\) and divide"),
-        (R, P("avg"), torch.int32, r"Use Partial\('sum'\) and divide"),
-        (P("max"), R, torch.complex64, "use sum or avg"),
-        (R, P("any"), torch.float32, "use max"),
-        (S(0), P("all"), torch.int64, "use min"),
-    ],
-)
-def test_meaningless_reductions(src, dst, dtype, words):
-    with pytest.raises(TypeError, match=words):
-        steps(mesh(4), [src], [dst], (8, 8), dtype)
-
-
 def test_a_shape_is_not_changed():
     a = spec(mesh(4), [S(0)], (8,))
     with pytest.raises(ValueError, match="cannot change the shape"):
