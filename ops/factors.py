@@ -177,14 +177,16 @@ class Factors:
 
     def with_sizes(self, shapes: Iterable[Sequence[int]]) -> Factors:
         """Returns these factors with the sizes of letters that inputs of these shapes have, and
-        that the rule has not given."""
-        missing = set().union(*self.inputs) - self.sizes.keys() - {None}
+        that the rule has not given. Raises NoRule if a letter has two sizes in the inputs."""
         found: dict[Letter, int] = {}
-        for dims, shape in zip(self.inputs, shapes, strict=False) if missing else ():
+        for dims, shape in zip(self.inputs, shapes, strict=False):
             for letter, n in zip(dims, shape, strict=False):
-                if letter in missing and type(letter) is not tuple:
-                    found.setdefault(letter, n)
-        return self.replace(sizes={**self.sizes, **found}) if found else self
+                if letter is None or type(letter) is tuple:
+                    continue
+                if found.setdefault(letter, n) != n:
+                    raise NoRule(f"sizes of one letter do not fit: {found[letter]} and {n}")
+        missing = {x: n for x, n in found.items() if x not in self.sizes}
+        return self.replace(sizes={**self.sizes, **missing}) if missing else self
 
     def output_shapes(self) -> tuple[tuple[int, ...], ...]:
         return self.shapes if self.shapes is not None else self.shapes_for(self.sizes)
@@ -267,6 +269,8 @@ def letters(pattern: str, *args: Arg, **options: Any) -> Factors:
             raise ValueError(f"rule {pattern!r}: a tensor of shape {list(a.shape)} does not fit it")
         for token, s in zip(tokens, a.shape, strict=True):
             if not isinstance(token, tuple) and (s != 1 or token not in sizes):
+                if sizes.get(token, 1) not in (1, s):
+                    raise NoRule(f"sizes of {token!r} do not fit {pattern!r}: {sizes[token]}, {s}")
                 sizes[token] = s
         inputs.append(tokens)
     final = tuple(

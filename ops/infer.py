@@ -43,16 +43,19 @@ def decide(
         raise NoRule(f"{getattr(func, '__name__', func)} has no rule")
     try:
         factors = rule.factors(*args, **kwargs)
+        if len(factors.inputs) != len(tensors):
+            raise NoRule(
+                f"the rule {rule.name} speaks of {len(factors.inputs)} tensors, the call has "
+                f"{len(tensors)}"
+            )
+        for item, members in factors.per_item:
+            item.with_sizes([tensors[t].shape for t in members])
+        if not factors.per_item:
+            factors = factors.with_sizes([t.shape for t in tensors])
     except Exception:
         check_call(func, args, kwargs, device=device)  # torch's error instead, if it has one
         raise
-    if len(factors.inputs) != len(tensors):
-        raise NoRule(
-            f"the rule {rule.name} speaks of {len(factors.inputs)} tensors, the call has "
-            f"{len(tensors)}"
-        )
     if not factors.per_item:
-        factors = factors.with_sizes([t.shape for t in tensors])
         found = check_call(func, args, kwargs, factors, device)
         if found and not rule.inplace and len(found.views) == len(factors.outputs):
             factors = factors.replace(views=found.views)

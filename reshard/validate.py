@@ -1,12 +1,15 @@
-"""Checks that a change of layout has a meaning: one shape, one dtype, one type of device."""
+"""Checks that a change of layout has a meaning: one shape, one dtype, one type of device, and
+reductions that the dtype has."""
 
 from __future__ import annotations
 
-from disttensor.core.spec import DistSpec
+from disttensor.core.spec import DistSpec, check_spec
 
 
 def check(src: DistSpec, dst: DistSpec) -> None:
     """Raises ValueError for specs that do not fit."""
+    for spec in (src, dst):
+        check_spec(spec)
     if src.shape != dst.shape:
         raise ValueError(f"reshard moves data, it cannot change the shape: {src!r} to {dst!r}")
     if src.mesh is dst.mesh:

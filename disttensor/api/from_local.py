@@ -16,7 +16,7 @@ from disttensor.comm.agree import agree
 from disttensor.core.layout import Axes, Layout
 from disttensor.core.mesh import ProcessMesh, as_mesh
 from disttensor.core.placement import Placement
-from disttensor.core.spec import DistSpec, layout_from, spec_of
+from disttensor.core.spec import DistSpec, check_spec, layout_from, spec_of
 from disttensor.meta import execute
 from disttensor.tensor import views
 from disttensor.tensor.dist_tensor import DistTensor, wrap
@@ -99,8 +99,8 @@ def from_pieces(
         )  # fmt: skip
         if shape is None:
             shape = _global_shape(pieces, layout, mesh)
-        _check_pieces(DistSpec(mesh, layout, shape, local.dtype), pieces)
-    spec = DistSpec(mesh, layout, shape, local.dtype)
+        _check_pieces(check_spec(DistSpec(mesh, layout, shape, local.dtype)), pieces)
+    spec = check_spec(DistSpec(mesh, layout, shape, local.dtype))
     if tuple(local.shape) != spec.local_shape:
         raise ValueError(
             f"from_local: this rank's piece of {spec!r} has shape {list(spec.local_shape)}, not "

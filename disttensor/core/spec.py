@@ -191,13 +191,13 @@ def _fits(mesh: Any, layout: Any, shape: Any, dtype: Any) -> None:
     check_type("dtype", dtype, torch.dtype, "a dtype of torch, as torch.float32,")
     check_type("layout", layout, Layout, "a Layout")
     check_shape("shape", shape)
+    check_reductions(dtype, ())
     if len(layout.dims) != len(shape):
         raise ValueError(
             f"shape={tuple(shape)}: {len(layout.dims)} dims are expected, as many as the layout has"
         )
     for axis in layout.varies():
         mesh.axis(axis)
-    check_reductions(dtype, [(mesh.dim_names[axis], op) for axis, op in layout.partial])
 
 
 def layout_from(
@@ -228,6 +228,13 @@ def layout_from(
     return layout_from_mapping(mapping, partial_status, mesh.ndim)
 
 
+def check_spec(spec: DistSpec) -> DistSpec:
+    """Returns ``spec``. Raises ValueError if its pending reduction is invalid for its dtype."""
+    names = spec.mesh.dim_names
+    check_reductions(spec.dtype, [(names[axis], op) for axis, op in spec.layout.partial])
+    return spec
+
+
 def spec_of(
     mesh: ProcessMesh,
     shape: Sequence[int],
@@ -239,4 +246,4 @@ def spec_of(
     """Returns a spec from either of the two notations of a layout. Raises ValueError for a pending
     reduction that is invalid for the dtype."""
     layout = layout_from(mesh, len(shape), placements, dims_mapping, partial_status)
-    return DistSpec(mesh, layout, shape, dtype)
+    return check_spec(DistSpec(mesh, layout, shape, dtype))

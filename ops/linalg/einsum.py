@@ -27,10 +27,6 @@ def einsum(equation: str, *operands: Arg | Sequence[Arg]) -> Factors:
         f = letters(pattern, *tensors, linear_terms=(set(range(len(tensors))),), local=_local)
     except ValueError as error:
         raise RuntimeError(f"einsum {equation!r}: {error}") from None
-    for dims, t in zip(f.inputs, tensors, strict=True):
-        if any(d is None and size != 1 for d, size in zip(dims, t.shape, strict=True)):
-            shapes = [list(t.shape) for t in tensors]
-            raise RuntimeError(f"einsum {equation!r}: the sizes of {shapes} do not fit")
     f.reduced = {d: "sum" for d in f.sizes if d not in f.outputs[0]}
     return f
 

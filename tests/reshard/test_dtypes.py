@@ -1,5 +1,5 @@
 """Each dtype of torch with each way of a reshard: moves keep all bits, reductions are exact, and a
-reduction without a result of the dtype is refused when the spec is made."""
+reduction without a result of the dtype is refused by name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import disttensor as dt
+import reshard
 from disttensor.core.placement import REDUCTIONS, Balanced
+from disttensor.core.spec import spec_of
 from tests.support.part import part
 from tests.support.pool import run_on_ranks
 from tests.support.reshard_cases import P, R, S, spec
@@ -39,11 +41,13 @@ def test_a_spec_has_only_reductions_with_a_result_of_its_dtype(name):
     mesh, dtype = dt.ProcessMesh([0], ("dp",)), getattr(torch, name)
     for op in REDUCTIONS:
         if op in MEANT[name]:
-            assert spec(mesh, [P(op)], SHAPE, dtype).layout.partial == ((0, op),)
+            assert spec_of(mesh, SHAPE, dtype, [P(op)]).layout.partial == ((0, op),)
         else:
             words = rf"Partial\('{op}'\) of {dtype} on mesh axis 'dp' has no meaning; use Partial"
             with pytest.raises(ValueError, match=words):
-                spec(mesh, [P(op)], SHAPE, dtype)
+                spec_of(mesh, SHAPE, dtype, [P(op)])
+            with pytest.raises(ValueError, match=words):
+                reshard.choose(*(spec(mesh, [p], SHAPE, dtype) for p in (P(op), R)))
 
 
 @pytest.mark.parametrize("name", sorted(DTYPES - MEANT.keys()))
