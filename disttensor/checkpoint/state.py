@@ -190,6 +190,13 @@ def _like(now: Any) -> Target:
     return make
 
 
+def in_layout_of(state: Any, now: Any) -> Any:
+    """Returns ``state`` with its tensors in the layouts of the tensors at the same paths of
+    ``now``."""
+    make = _like(now)
+    return map_paths(state, lambda x, path: make(path, x) if isinstance(x, Tensor) else x)
+
+
 def check_loadable(key: str, tree: Any) -> None:
     """Raises TypeError for a value that ``torch.load(weights_only=True)`` cannot load."""
     shell = _fill(tree, key, {}, lambda name, x: None)

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
+from disttensor.checkpoint.state import in_layout_of
 from disttensor.checks import argument_error, check_type
+from disttensor.comm.groups import world_group
+from disttensor.comm.objects import gather_objects
 from disttensor.fsdp.contexts import accumulate
 from disttensor.integrations.model import (
     full_state,
+    full_value,
+    gathered_pickles,
     is_first,
     on_first,
     place,
@@ -21,6 +27,8 @@ from disttensor.integrations.model import (
 )
 from disttensor.optim.grad_scaler import shard_scaler
 from disttensor.parallel.strategy import Strategy
+from disttensor.pytree import substitute
+from disttensor.tensor.dist_tensor import DistTensor
 
 
 def shard_accelerator(
@@ -96,15 +104,44 @@ class _Sharded:
     def get_state_dict(self: Any, model: nn.Module, unwrap: bool = True) -> Any:
         return full_state(self.unwrap_model(model) if unwrap else model)
 
-    def save_state(self: Any, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
-        save, naming = super().save_state, self.project_configuration  # type: ignore[misc]
+    def save(self: Any, obj: Any, *args: Any, **kwargs: Any) -> None:
+        obj = substitute(obj, full_value, DistTensor)
         if is_first():
-            folder = save(output_dir, *args, **kwargs)
-        else:  # it sends its pieces; accelerate writes random states on every rank
-            automatic = naming.automatic_checkpoint_naming
-            naming.automatic_checkpoint_naming = False
-            with tempfile.TemporaryDirectory(prefix="disttensor-") as folder:
-                save(folder, *args, **kwargs)
-            naming.automatic_checkpoint_naming = automatic
+            super().save(obj, *args, **kwargs)  # type: ignore[misc]
+
+    def check_trigger(self: Any) -> bool:
+        own = super().check_trigger()  # type: ignore[misc]
+        return any(gather_objects(own, world_group()))
+
+    def save_state(self: Any, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """All ranks run the hooks and gather the registered objects, as the main process does. All
+        but the first write to a temporary folder."""
+        save, naming = super().save_state, self.project_configuration  # type: ignore[misc]
+        place, is_named = naming.project_dir, naming.automatic_checkpoint_naming
+        with gathered_pickles(), tempfile.TemporaryDirectory(prefix="disttensor-") as other:
+            if not is_first():
+                naming.project_dir, output_dir = other, None if is_named else other
+            try:
+                folder = save(output_dir, *args, **kwargs)
+            finally:
+                naming.project_dir = place
         on_first("Accelerator.save_state", lambda: None)  # it is complete
         return folder
+
+    def load_state(self: Any, *args: Any, **kwargs: Any) -> None:
+        objects = self._custom_objects
+        self._custom_objects = [_Laid(of) for of in objects]
+        try:
+            super().load_state(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._custom_objects = objects
+
+
+@dataclass(frozen=True)
+class _Laid:
+    """A registered object. It loads tensors in the layouts of its own."""
+
+    of: Any
+
+    def load_state_dict(self, state: Any) -> None:
+        self.of.load_state_dict(in_layout_of(state, self.of.state_dict()))

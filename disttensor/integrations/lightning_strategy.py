@@ -16,12 +16,16 @@ from disttensor.comm.process_group import world
 from disttensor.integrations.model import (
     Deal,
     full_state,
+    full_value,
+    gathered_pickles,
     is_first,
     on_first,
     place,
     save_full_state,
 )
 from disttensor.parallel.strategy import Strategy
+from disttensor.pytree import substitute
+from disttensor.tensor.dist_tensor import DistTensor
 
 
 def lightning_strategy(
@@ -55,6 +59,7 @@ def lightning_strategy(
     import_module(f"{name}.utilities.rank_zero").rank_zero_only.rank = world()[0]
     made = type("DistTensorStrategy", (_Sharded, kind), {})(device=strategy.stages()[0].device)
     made.of, made.plan, made.layers = strategy, plan, layers
+    made.local_rank = int(not is_first())  # the first prepares data, and prints
     return made
 
 
@@ -81,6 +86,18 @@ class _Sharded:
 
     def lightning_module_state_dict(self: Any) -> dict[str, Any]:
         return full_state(self.lightning_module)
+
+    def optimizer_state(self, optimizer: Any) -> Any:
+        with gathered_pickles():  # a part of a checkpoint, which the first rank writes
+            return super().optimizer_state(optimizer)  # type: ignore[misc]
+
+    def save_checkpoint(self, checkpoint: Any, *args: Any, **kwargs: Any) -> None:
+        checkpoint = substitute(checkpoint, full_value, DistTensor)
+        super().save_checkpoint(checkpoint, *args, **kwargs)  # type: ignore[misc]
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        found = objects.gather_objects(bool(decision), world_group())
+        return min(found) if all else max(found)
 
     def barrier(self, name: str | None = None) -> None:
         on_first(f"Lightning: {name}", lambda: None)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from disttensor.api.shard import shard_tensor
+from disttensor.callbacks import set_during
 from disttensor.comm import compare_programs
 from disttensor.comm.groups import world_group
 from disttensor.comm.objects import run_on_all_ranks
@@ -28,6 +30,7 @@ from disttensor.parallel.rebind_optimizer import check_no_steps, replace_paramet
 from disttensor.parallel.strategy import Strategy
 from disttensor.patches.state_dicts import wrap_state_dict_fn
 from disttensor.pytree import find_tensors, replace_tensors, substitute
+from disttensor.tensor.copies import PICKLES
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.values import broadcast_value
 
@@ -188,6 +191,12 @@ def full_value(x: Any) -> Any:
     return value.to("cpu", copy=True) if is_first() else None
 
 
+def gathered_pickles() -> AbstractContextManager[None]:
+    """Returns a context in which all ranks make the same pickles, and that of the first rank holds
+    full values: regular tensors. The others hold None."""
+    return set_during(PICKLES, "gather")
+
+
 def full_state(model: nn.Module) -> dict[str, Any]:
     """Returns the state dict with full values on the first rank, and an empty dict on the others.
     All ranks make the call."""
@@ -248,7 +257,9 @@ def save_full_state(optimizer: torch.optim.Optimizer) -> None:
 
     def value(x: Any) -> Any:
         full = full_value(x)
-        return full if is_first() else copy.deepcopy(x)  # deepcopy is no call of the program
+        if is_first() or PICKLES.get() == "gather":
+            return full
+        return copy.deepcopy(x)  # which is no call of the program
 
     def saved(of: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         whole = wrap_state_dict_fn(lambda *_: lambda: dict(state_dict))(of, "state_dict")()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,10 +19,14 @@ from typing import Any
 
 import torch
 
+from disttensor.callbacks import set_during
 from disttensor.checks import check_type
+from disttensor.comm.groups import world_group
+from disttensor.comm.objects import gather_objects, run_on_all_ranks
 from disttensor.comm.process_group import environment_set, join_world, world
 from disttensor.core.mesh import check_device_type
 from disttensor.patches.change import Undo, once_imported
+from disttensor.tensor.copies import PICKLES
 from disttensor.torch_private import hide_world
 
 # Variables with ranks and sizes, set by torchrun, Slurm, Open MPI, MPICH, Intel MPI, MVAPICH. The
@@ -60,8 +65,9 @@ def one_process(device_type: str | None = None) -> Iterator[Process]:
     ``torch.distributed.is_initialized()`` is False, and the environment has no variable of a
     launcher that names a rank or a number of processes. The earlier state of accelerate is not
     used. On all ranks but the first, tqdm shows no bars, ``logging`` shows errors only, wandb is
-    disabled, and accelerate's ``is_main_process`` is False. All of this ends with the block.
-    DistTensors communicate as before.
+    disabled, and accelerate's ``is_main_process`` is False. ``wait_for_everyone`` waits for all
+    ranks. A pickle of a DistTensor holds its full value, as a regular tensor, or raises an error if
+    this rank has a piece only. All of this ends with the block. DistTensors communicate as before.
 
     Args:
         device_type: "cpu" or "cuda", as for ``init_mesh``. With "cuda" a rank that has not used
@@ -87,7 +93,12 @@ def one_process(device_type: str | None = None) -> Iterator[Process]:
         around.enter_context(hide_world())
         quiet = {} if first else {"WANDB_MODE": "disabled"}
         around.enter_context(environment_set(dict.fromkeys(LAUNCHERS) | quiet))
+        around.enter_context(set_during(PICKLES, "full"))
         around.callback(once_imported("accelerate.state", partial(_accelerate, first)))
+        around.callback(once_imported("accelerate.utils.operations", _broadcasts))
+        around.callback(
+            once_imported("transformers.training_args", partial(_main_process_first, first))
+        )
         if not first:
             around.callback(logging.disable, logging.root.manager.disable)
             logging.disable(max(logging.root.manager.disable, logging.WARNING))
@@ -104,26 +115,84 @@ def _see_own_device() -> None:
         os.environ["LOCAL_RANK"] = "0"
 
 
+# Properties and decorators of accelerate's PartialState that select the process that writes.
+_MAIN = ("is_main_process", "is_local_main_process", "is_last_process")
+_ON = (
+    "on_main_process", "on_local_main_process", "on_last_process", "on_process", "on_local_process",
+)  # fmt: skip
+
+
 def _accelerate(first: bool, state: Any) -> Undo:
-    """Drops the state of accelerate, which is determined once and shared by all its objects.
-    ``process_index`` stays 0 on all ranks: it also numbers the parts of a batch."""
+    """Drops the state of accelerate, which is determined once and shared by all its objects, and
+    makes it wait for all ranks and write on the first. ``process_index`` stays 0 on all ranks: it
+    also numbers the parts of a batch."""
     shared = [kind._shared_state for kind in (state.PartialState, state.AcceleratorState)]
     before = [dict(values) for values in shared]
     for values in shared:
         values.clear()
-    names = () if first else ("is_main_process", "is_local_main_process", "is_last_process")
-    properties = [(name, vars(state.PartialState)[name]) for name in names]
-    for name in names:
-        setattr(state.PartialState, name, property(lambda self: False))
+
+    def only_first(self: Any, function: Any = None, *_: Any, **__: Any) -> Any:
+        if function is None:
+            return partial(only_first, self)
+        return function if self.is_main_process else state.do_nothing
+
+    changes: dict[str, Any] = {"wait_for_everyone": lambda self: _wait("wait_for_everyone")}
+    if not first:  # all ranks run the hooks that write to the folder of a rank
+        changes |= dict.fromkeys(_MAIN, property(lambda self: PICKLES.get() == "gather"))
+        changes |= dict.fromkeys(_ON, only_first)
+    originals = {name: vars(state.PartialState)[name] for name in changes}
+    for name, value in changes.items():
+        setattr(state.PartialState, name, value)
 
     def undo() -> None:
-        for name, value in properties:
+        for name, value in originals.items():
             setattr(state.PartialState, name, value)
         for values, earlier in zip(shared, before, strict=True):
             values.clear()
             values.update(earlier)
 
     return undo
+
+
+def _wait(who: str) -> None:
+    run_on_all_ranks(who, world_group(), lambda: None)
+
+
+def _main_process_first(first: bool, module: Any) -> Undo:
+    """Lets the first rank enter the blocks of ``TrainingArguments.main_process_first`` first."""
+    kind = module.TrainingArguments
+    before = vars(kind)["main_process_first"]
+
+    @contextmanager
+    def main_process_first(self: Any, local: bool = True, desc: str = "work") -> Iterator[None]:
+        if not first:
+            _wait(f"main_process_first: {desc}")
+        try:
+            yield
+        finally:
+            if first:
+                _wait(f"main_process_first: {desc}")
+
+    kind.main_process_first = main_process_first
+    return partial(setattr, kind, "main_process_first", before)
+
+
+def _broadcasts(module: Any) -> Undo:
+    """Makes ``broadcast_object_list`` of accelerate send the list of the first rank."""
+    before = module.broadcast_object_list
+
+    @wraps(before)
+    def broadcast(object_list: list[Any], from_process: int = 0) -> list[Any]:
+        object_list[:] = gather_objects([*object_list], world_group(), any_class=True)[0]
+        return object_list
+
+    def exchange(old: Any, new: Any) -> None:
+        for holder in [*sys.modules.values()]:  # other modules import it by name
+            if getattr(holder, "__dict__", {}).get(before.__name__) is old:
+                setattr(holder, before.__name__, new)
+
+    exchange(before, broadcast)
+    return partial(exchange, broadcast, before)
 
 
 def _no_bars(tqdm: Any) -> Undo:

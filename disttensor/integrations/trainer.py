@@ -11,7 +11,7 @@ from torch import nn
 
 from disttensor.checks import argument_error, check_type
 from disttensor.integrations.accelerator import shard_accelerator
-from disttensor.integrations.model import is_first, on_first, place, save_full
+from disttensor.integrations.model import gathered_pickles, is_first, on_first, place, save_full
 from disttensor.parallel.strategy import Strategy
 from disttensor.tensor.values import broadcast_value, values_everywhere
 
@@ -102,7 +102,8 @@ class _Sharded:
         if is_first():
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
         else:
-            self.optimizer.state_dict()  # sends its pieces
+            with gathered_pickles():
+                self.optimizer.state_dict()  # sends its pieces
 
     def _save_rng_state(self, output_dir: str) -> None:
         if is_first():

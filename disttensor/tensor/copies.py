@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -21,28 +22,48 @@ from disttensor.tensor import views
 from disttensor.tensor.base import MeshTensor, as_parameter
 from disttensor.tensor.grad import get_grad, is_gradient, set_grad
 from disttensor.tensor.user_facts import hooks_of, pass_attributes, user_attributes
+from disttensor.tensor.values import broadcast_value
 from disttensor.tensor.versions import mark_shared
 from disttensor.torch_private import copied_storages, storage_id
 
 Tensor = torch.Tensor
 
 
-def warn_about_pickle(x: MeshTensor) -> None:
-    """Warns, as torch does, that a pickle of x lacks its hooks. Warns once for each line of the
+# What a pickle holds. "piece": the piece of this rank. "full": the full value, and a piece alone is
+# refused. "gather": the full value, which all ranks gather; they make the same pickles.
+PICKLES: ContextVar[str] = ContextVar("PICKLES", default="piece")
+
+
+def reduce_regular(x: MeshTensor, protocol: Any) -> Any:
+    """Returns ``__reduce_ex__`` of the value of x as a regular tensor, or None: a pickle holds the
+    piece. Warns, as torch does, that a pickle of x lacks its hooks. Warns once for each line of the
     user if the pickle holds a part of the value only. A pickle is made by one rank: it sends
     nothing, so it cannot hold the pieces of the others."""
     _warn_about_hooks(x)
-    spec = x.spec
+    spec, kind = x.spec, PICKLES.get()
     axes = (*spec.varies, *(a for a, _ in spec.layout.custom))
-    if x.is_initialized and all(spec.mesh.shape[a] == 1 for a in axes):
-        return
+    is_full = x.is_initialized and all(spec.mesh.shape[a] == 1 for a in axes)
+    if kind == "gather":
+        full = broadcast_value(x).cpu()
+        return _as_regular(x, full).__reduce_ex__(protocol) if world()[0] == 0 else (type(None), ())
+    if is_full:
+        return None if kind == "piece" else _as_regular(x, x.local).__reduce_ex__(protocol)
     place = user_place(sys._getframe(1))
     holds = "only the piece of this rank" if x.is_initialized else "no piece: it is off the mesh"
+    what = (
+        f"rank {world()[0]} pickles {spec!r} on {spec.mesh!r} at {show_place(place)}: the pickle "
+    )
+    if kind == "full":
+        raise RuntimeError(
+            f"{what}would hold {holds}, and other ranks could not load it. In one_process(), call "
+            "on all ranks dt.broadcast_value(x), and write the result, a regular tensor, on the "
+            "first. Accelerator.save_state saves the objects of register_for_checkpointing whole, "
+            "and Lightning the states of its callbacks"
+        )
     warn_once(
         ("pickle", place),
         lambda: (
-            f"rank {world()[0]} pickles {spec!r} on {spec.mesh!r} at {show_place(place)}: the "
-            f"pickle holds {holds}, and other ranks cannot load it. To save the whole value, call "
+            f"{what}holds {holds}, and other ranks cannot load it. To save the whole value, call "
             "on all ranks dt.Checkpointer(folder).save(step, name=...) or "
             "torch.distributed.checkpoint.save, or pickle x.full_tensor(), a regular tensor. If "
             "every rank pickles its own piece and loads it again, ignore this warning: "
@@ -50,6 +71,15 @@ def warn_about_pickle(x: MeshTensor) -> None:
         ),
         PieceWarning,
     )
+    return None
+
+
+def _as_regular(x: MeshTensor, value: Tensor) -> Tensor:
+    value = value.detach()
+    if value.untyped_storage().nbytes() != value.nbytes:
+        value = value.clone()
+    value.requires_grad_(x.local.requires_grad)
+    return torch.nn.Parameter(value, x.local.requires_grad) if x._is_param else value
 
 
 def _warn_about_hooks(x: MeshTensor) -> None:

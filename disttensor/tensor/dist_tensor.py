@@ -25,7 +25,7 @@ from disttensor.errors import refuse_collectives, warn_once
 from disttensor.tensor.backward import Backward
 from disttensor.tensor.base import as_parameter
 from disttensor.tensor.checkpointable import Checkpointable
-from disttensor.tensor.copies import Copies, warn_about_pickle
+from disttensor.tensor.copies import Copies, reduce_regular
 from disttensor.tensor.grad import Grad, is_gradient
 from disttensor.tensor.hooks import Hooks
 from disttensor.tensor.in_place import InPlace
@@ -173,9 +173,10 @@ class DistTensor(Metadata, Grad, Backward, Hooks, InPlace, Values, Checkpointabl
         )
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Returns ``rebuild`` and its arguments: this rank's piece, the spec, and this rank. Warns
-        if the piece is not the whole value."""
-        warn_about_pickle(self)
+        """Returns ``rebuild`` and its arguments: this rank's piece, the spec, and this rank. In
+        ``one_process`` a pickle holds the value, as a regular tensor."""
+        if regular := reduce_regular(self, protocol):
+            return regular
         spec = self.spec
         mesh = _mesh_parts(spec.mesh)
         if spec.mesh.root is not spec.mesh:

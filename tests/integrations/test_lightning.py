@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import io
 import warnings
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +94,95 @@ def test_two_ranks_fit_what_one_process_does(axis: str, tmp_path: Path) -> None:
             assert mine == pytest.approx(numbers, rel=1e-4)
             for p, q in zip(theirs, values, strict=True):
                 torch.testing.assert_close(torch.tensor(p), torch.tensor(q), rtol=1e-4, atol=1e-4)
+
+
+def averaged(degrees: dict[str, int] | None, folder: Path) -> Any:
+    """Returns the learned averages of two runs, the second one resumed, and what is printed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import lightning
+        from lightning.pytorch.callbacks import ModelCheckpoint
+
+        class Module(lightning.LightningModule):
+            def __init__(self):
+                super().__init__()
+                torch.manual_seed(0)
+                self.net = nn.Linear(6, 4)
+
+            def prepare_data(self):
+                (folder / "data").mkdir()
+
+            def setup(self, stage):
+                assert (folder / "data").exists()
+
+            def training_step(self, batch, number):
+                loss = self.net(batch[0]).square().mean()
+                self.log("loss", loss)
+                return loss
+
+            def configure_optimizers(self):
+                return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+            def on_save_checkpoint(self, checkpoint):
+                checkpoint["twice"] = {"values": [p.detach() * 2 for p in self.parameters()]}
+
+        class Average(lightning.Callback):
+            shadow: Any = None
+
+            def on_train_start(self, trainer, module):
+                self.shadow = self.shadow or [p.detach().clone() for p in module.parameters()]
+
+            @torch.no_grad()
+            def on_train_batch_end(self, trainer, module, *_):
+                for mean, p in zip(self.shadow, module.parameters(), strict=True):
+                    mean.mul_(0.5).add_(p.detach(), alpha=0.5)
+
+            def state_dict(self):
+                return {"shadow": self.shadow}
+
+            def load_state_dict(self, state):
+                self.shadow = state["shadow"]
+
+        torch.manual_seed(1)
+        loader, out = DataLoader(TensorDataset(torch.randn(8, 6)), 4), []
+        around = dt.integrations.one_process() if degrees else contextlib.nullcontext()
+        with around, contextlib.redirect_stdout(io.StringIO()) as text:
+            for number in range(2):
+                options: dict[str, Any] = {}
+                if degrees:
+                    made = dt.integrations.lightning_strategy(dt.Strategy(**degrees))
+                    options["strategy"] = made
+                average = Average()
+                saving = ModelCheckpoint(
+                    str(folder / "kept"),
+                    filename="same",
+                    save_last=True,
+                    monitor="loss",
+                    save_top_k=2,
+                )
+                trainer = lightning.Trainer(
+                    accelerator="cpu", devices=1, max_epochs=1 + number, logger=False,
+                    enable_progress_bar=False, enable_model_summary=False,
+                    callbacks=[average, saving], **options,
+                )  # fmt: skip
+                start = str(folder / "kept" / "last.ckpt") if number else None
+                trainer.fit(Module(), loader, ckpt_path=start)
+                trainer.print("written once")
+                out.append([dt.broadcast_value(mean).tolist() for mean in average.shadow])
+                out.append(sorted(Path(path).name for path in saving.best_k_models))
+                if trainer.is_global_zero:
+                    (folder / "data").rmdir()
+    held = torch.load(folder / "kept" / "last.ckpt", weights_only=False)
+    assert all(type(value) is torch.Tensor for value in held["twice"]["values"])
+    return out, text.getvalue()
+
+
+def test_states_of_callbacks_are_saved_whole_and_data_are_prepared_once(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir(), (tmp_path / "two").mkdir()
+    [(wanted, printed)] = run_on_ranks(1, averaged, None, tmp_path / "one", timeout=100)
+    ranks = run_on_ranks(2, averaged, {"sharding": 2}, tmp_path / "two", timeout=100)
+    assert [text for _, text in ranks] == [printed, ""] == ["written once\n" * 2, ""]
+    for mine, _ in ranks:
+        assert mine[1::2] == wanted[1::2] and len(mine[3]) == 2
+        for p, q in zip(chain(*mine[::2]), chain(*wanted[::2]), strict=True):
+            torch.testing.assert_close(torch.tensor(p), torch.tensor(q), rtol=1e-4, atol=1e-4)
