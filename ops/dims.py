@@ -10,7 +10,7 @@ import torch
 
 from disttensor.pytree import collect
 from ops.check_call import shared_without_data
-from ops.empty_pieces import zeros_if_empty
+from ops.empty_pieces import padded_if_empty
 from ops.factors import Arg, Dims, Factors, Letter, NoRule, Terms, pointwise_factors
 from ops.registry import Function, functions_named
 
@@ -123,5 +123,5 @@ def shaped(
     """Returns the factors of ``func`` with these letters; a dim with None is whole. All results
     have the letters ``out``."""
     shapes = results_of(func, args, kwargs)
-    options.setdefault("local", zeros_if_empty)
+    options.setdefault("local", padded_if_empty)
     return Factors(tuple(ins), (out,) * len(shapes), shapes=shapes, **options)

@@ -58,7 +58,8 @@ def in_dtype_of_whole(call: LocalCall) -> Any:
 
 def zeros_if_empty(call: LocalCall) -> Any:
     """Returns the torch function; on a rank with an empty piece, a function that returns zeros with
-    the shapes and types of the results."""
+    the shapes and types of the results. Only where torch's first gradient has no graph of the
+    inputs, or there is none: else use ``padded_if_empty``."""
     if not is_empty(call):
         return call.func
 
@@ -76,45 +77,27 @@ def zeros_if_empty(call: LocalCall) -> Any:
     return zeros
 
 
-def padded_if_empty(call: LocalCall) -> Any:
-    """Returns the torch function; an empty piece is padded with a row of ones, which is cut off
-    from the result. So its graph is the same as on other ranks, for gradients of every order."""
+def padded_if_empty(call: LocalCall, value: float = 1.0) -> Any:
+    """Returns the torch function; an empty piece is padded with a row of ``value``, which is cut
+    off from the results. So its graph is the same as on other ranks, for gradients of every order.
+    Where the function sums over a dim that may be empty, ``value`` has to be 0."""
     if not is_empty(call):
         return call.func
-    kept = tuple(slice(0, n) for n in call.outputs[0].local_shape)
 
-    def run(*args: Any, **kwargs: Any) -> Tensor:
-        words = {k: grown(v) for k, v in kwargs.items()}
-        return call.func(*[grown(a) for a in args], **words)[kept]
+    def run(*args: Any, **kwargs: Any) -> Any:
+        words = {k: grown(v, value) for k, v in kwargs.items()}
+        shapes = iter([piece.local_shape for piece in call.outputs])
+        out = call.func(*[grown(a, value) for a in args], **words)
+        return substitute(out, lambda t: t[tuple(slice(0, n) for n in next(shapes))])
 
     return run
 
 
-def grown(x: Any) -> Any:
-    """Pads dims of size 0 to size 1, filled with ones."""
+def grown(x: Any, value: float = 1.0) -> Any:
+    """Pads dims of size 0 to size 1, filled with ``value``."""
     if not isinstance(x, Tensor) or x.numel():
         return x
-    return F.pad(x, [n for size in reversed(x.shape) for n in (0, int(not size))], value=1.0)
-
-
-def bias_if_empty(call: LocalCall, bias_dim: int = -1) -> Any:
-    """Returns the torch function; on a rank with an empty piece, a function that returns zeros of
-    the result's shape plus the bias. For products with one result and a ``bias`` along one dim."""
-    if not is_empty(call):
-        return call.func
-    zeros = zeros_if_empty(call)
-    along = [1] * len(call.outputs[0].shape)
-
-    def run(first: Any, second: Any, *rest: Any, **kwargs: Any) -> Tensor:
-        out: Tensor = zeros(first, second, *rest, **kwargs)
-        tensors = [v for v in (*rest, kwargs.get("bias")) if isinstance(v, Tensor)]
-        for bias in tensors:
-            if bias.ndim == 1:
-                along[bias_dim] = bias.numel()
-                out = out + bias.to(out.dtype).view(along)
-        return out
-
-    return run
+    return F.pad(x, [n for size in reversed(x.shape) for n in (0, int(not size))], value=value)
 
 
 ANYWHERE = (zeros_if_empty, padded_if_empty)  # independent of the position of a piece

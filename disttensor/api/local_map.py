@@ -55,6 +55,11 @@ def local_map(
     Ranks off the mesh make the call too, and receive the metadata of results: in every call, or
     with ``out_shapes`` in the first of its kind (in a pipeline, of each micro-batch).
 
+    Random numbers that ``fn`` draws come from torch's generator of each rank: equal ones on all
+    ranks, also for different pieces, if the ranks have drawn alike before, and else different ones,
+    also on replicas. Draw them outside, and pass them as an argument: ``torch.rand_like(x)`` of a
+    DistTensor has numbers by global index.
+
     Args:
         fn: a function of tensors and other values. Tensors in lists, tuples and dicts count.
         in_placements: placements of each tensor argument, which is resharded to them; None keeps

@@ -1,7 +1,9 @@
-"""Ties results to all arguments, so that backward visits the same arguments on every rank."""
+"""Ties results to all arguments, so that backward visits the same arguments on every rank, and
+gradients to their arguments, so that they have a graph on every rank."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from disttensor.graph_nodes import node_of, nodes_of
 
 class TieOutputs(torch.autograd.Function):
     """Returns the results unchanged. Backward: if one has a gradient, all have one, and ``more``
-    get zeros."""
+    get zeros, whose graph reaches the gradients."""
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: torch.Tensor) -> Any:
@@ -21,7 +23,32 @@ class TieOutputs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         zeros = [torch.zeros(shape, dtype=dtype, device=d) for shape, dtype, d in ctx.more]
+        if torch.is_grad_enabled():
+            zeros = [zero + grads[0].reshape(-1)[:0].sum().to(zero.dtype) for zero in zeros]
         return None, *grads, *zeros
+
+
+class _TieGrads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, other: torch.Tensor, *tensors: torch.Tensor) -> Any:
+        ctx.save_for_backward(other, *tensors)
+        return tuple([t.view_as(t) for t in tensors])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        if torch.is_grad_enabled():
+            grads = TieOutputs.apply(len(grads), *grads, *ctx.saved_tensors)
+        return None, *grads
+
+
+def tie_grads(tensors: Sequence[torch.Tensor], other: torch.Tensor) -> list[torch.Tensor]:
+    """Returns the tensors. Their gradients, if they are differentiated again, have a graph that
+    reaches all of them and ``other``, also on a rank that does not use them."""
+    made = [t for t in tensors if t.requires_grad]
+    if not made or not torch.is_grad_enabled():
+        return list(tensors)
+    tied = iter(_TieGrads.apply(other, *made))
+    return [next(tied) if t.requires_grad else t for t in tensors]
 
 
 def tie_outputs(pieces: list[Any], given: list[torch.Tensor]) -> list[Any]:

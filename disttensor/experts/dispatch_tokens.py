@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from disttensor.autograd.tie import tie_outputs
+from disttensor.autograd.tie import tie_grads, tie_outputs
 from disttensor.checks import check_callable, check_int, check_type
 from disttensor.core.spec import DistSpec
 from disttensor.experts.bounded import run_bounded
@@ -76,7 +76,8 @@ class _Experts:
         return "experts"
 
     def __call__(self, rows: Tensor, counts: list[int], *parameters: Tensor) -> Tensor:
-        given, out, left = rows, rows, list(parameters)
+        given, out, parameters = rows, rows, tuple(tie_grads(parameters, rows))
+        left = list(parameters)
         for fn, own in self.stages if len(rows) else ():
             mine, left = left[: len(own)], left[len(own) :]
             out = fn(out, counts, *mine)

@@ -52,11 +52,12 @@ def _solves(tensors: list[Arg]) -> list[int]:
 
 
 _enter(
-    "cholesky cholesky_ex cholesky_inverse cholesky_solve det slogdet logdet inv inv_ex inverse "
+    "cholesky cholesky_ex cholesky_inverse cholesky_solve inv inv_ex inverse "
     "eig eigvals eigh eigvalsh qr svd svdvals lu_factor lu_factor_ex ldl_factor ldl_factor_ex "
     "matrix_exp matrix_power geqrf solve_triangular triangular_solve",
     _dims(2, 2),
 )
+_enter("det slogdet logdet", _dims(2), local=padded_if_empty)
 # padded: under autocast their dtype differs for tensors without data
 _enter("pinverse", _one_matrix, (torch, Tensor), local=padded_if_empty)
 _enter("pinv", _one_matrix, (torch.linalg,), local=padded_if_empty)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from ops.dims import PRODUCT, front, named
-from ops.empty_pieces import bias_if_empty
+from ops.empty_pieces import padded_if_empty
 from ops.factors import Arg, Dims, Factors, Letter, NoRule, letters, pointwise_factors
 from ops.linalg.matmul import SUM_K, fit
 from ops.reduction.sum import reduction
@@ -133,7 +134,8 @@ def bilinear(input1: Arg, input2: Arg, weight: Arg, bias: Any = None) -> Factors
     """... i, ... j, o i j -> ... o"""
     fit("bilinear", input1, -1, weight, 1)
     fit("bilinear", input2, -1, weight, 2)
-    options: dict[str, Any] = {"reduced": {"i": "sum", "j": "sum"}, "local": bias_if_empty}
+    local = partial(padded_if_empty, value=0.0)
+    options: dict[str, Any] = {"reduced": {"i": "sum", "j": "sum"}, "local": local}
     product = {0, 1, 2}
     if bias is None:
         pattern = "... i, ... j, o i j -> ... o"

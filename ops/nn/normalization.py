@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from disttensor.core.layout import Axes
 from ops.dims import SECOND, shaped, tensors_in, without
 from ops.dtypes import widened
-from ops.empty_pieces import is_empty, padded_if_empty, zeros_if_empty
+from ops.empty_pieces import padded_if_empty
 from ops.factors import Arg, Factors, NoRule, pointwise_factors
 from ops.local import LocalCall
 from ops.reduction.norm_var import moments
@@ -110,7 +110,7 @@ def batch_norm(
 
     def local(call: LocalCall) -> Any:
         axes = tuple(sorted(call.axes(*gone)))
-        return _batch_norm(call, gone, axes) if axes or is_empty(call) else whole_batch(call)
+        return _batch_norm(call, gone, axes) if axes else whole_batch(call)
 
     return Factors(inputs, (dims,), side_writes=written, local=local)
 
@@ -185,7 +185,7 @@ def weight_norm(v: Arg, g: Arg, dim: int = 0) -> Factors:
         raise NoRule("one norm of the whole")
     ins = [without(t, set(range(v.ndim)) - {dim}) for t in (v, g)]
     return Factors(
-        tuple(ins), (ins[0],), linear_terms=SECOND, shapes=(v.shape,), local=zeros_if_empty
+        tuple(ins), (ins[0],), linear_terms=SECOND, shapes=(v.shape,), local=padded_if_empty
     )
 
 

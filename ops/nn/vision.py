@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from ops.dims import FIRST, batched_factors, without
 from ops.dtypes import smooth
-from ops.empty_pieces import zeros_if_empty
+from ops.empty_pieces import padded_if_empty, zeros_if_empty
 from ops.factors import Arg, Factors, NoRule, Terms
 from ops.registry import Function, rule
 
@@ -34,7 +34,9 @@ def _images(
         return batched_factors(
             func, args, words, images, [last] * tensors,
             # of integers torch rounds each average
-            linear_terms=FIRST if linear and smooth(args[0].dtype) else (), local=zeros_if_empty,
+            linear_terms=FIRST if linear and smooth(args[0].dtype) else (),
+            # padded places of max_unpool might not be on the image
+            local=zeros_if_empty if tensors > 1 else padded_if_empty,
         )  # fmt: skip
 
 
@@ -62,7 +64,7 @@ def _channels(func: Function, terms: Terms) -> None:
             raise NoRule("fewer than 3 dims")
         dims = without(input, [1])
         return Factors(
-            (dims,), (dims,), linear_terms=terms, shapes=(input.shape,), local=zeros_if_empty
+            (dims,), (dims,), linear_terms=terms, shapes=(input.shape,), local=padded_if_empty
         )
 
 
@@ -79,4 +81,4 @@ def grid_sample(input: Arg, grid: Arg, *args: Any, **words: Any) -> Factors:
         raise NoRule("an image and a grid that do not fit")
     spots = tuple(f"p{i}" for i in range(n))
     ins = ("n", "c", *(None,) * n), ("n", *spots, None)
-    return Factors(ins, (("n", "c", *spots),), linear_terms=FIRST, local=zeros_if_empty)
+    return Factors(ins, (("n", "c", *spots),), linear_terms=FIRST, local=padded_if_empty)

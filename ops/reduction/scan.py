@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ops.dims import FIRST, PRODUCT, front, fronts, named, shaped, tensors_in, without
-from ops.empty_pieces import zeros_if_empty
+from ops.empty_pieces import padded_if_empty, zeros_if_empty
 from ops.factors import Arg, Factors, NoRule, pointwise_factors
 from ops.reduction.sum import reduced_dims, reduction
 from ops.registry import Function, rule
@@ -28,15 +28,20 @@ def cumsum(input: Arg, dim: int, *, dtype: Any = None, out: None = None) -> Fact
     return along(input, dim, linear_terms=FIRST)
 
 
-def _scan(*funcs: Function, results: int = 1, default: int | None = -1, doc: str) -> None:
+def _scan(
+    *funcs: Function, results: int = 1, default: int | None = -1, doc: str, **options: Any
+) -> None:
     """Registers scans along one dim. ``default``: the dim if none is given."""
 
     @rule(*funcs, doc=doc)
     def factors(input: Arg, dim: Any = default, *args: Any, **words: Any) -> Factors:
-        return along(input, dim, results)
+        return along(input, dim, results, **options)
 
 
-_scan(torch.cumprod, torch.logcumsumexp, default=None, doc="the dim stays whole")
+_scan(
+    torch.cumprod, torch.logcumsumexp, default=None, doc="the dim stays whole",
+    local=padded_if_empty,
+)  # fmt: skip
 _BOTH = "values and indices; the dim stays whole"
 _scan(torch.cummax, torch.cummin, results=2, default=None, doc=_BOTH)
 _scan(torch.sort, results=2, doc=_BOTH)

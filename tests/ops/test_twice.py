@@ -49,6 +49,13 @@ EMPTY: list[tuple[Any, ...]] = [
     (F.conv2d, IMAGE[:, :, None].repeat(1, 1, 6, 1), TAPS[..., None].repeat(1, 1, 1, 3)),
     (F.linear, IMAGE[:, 0], W.t()), (torch.matmul, IMAGE[:, 0], W), (F.layer_norm, X, (3,)),
     (torch.softmax, IMAGE, 0), (torch.std, IMAGE, 0),
+    (F.bilinear, X[:3, 0], IMAGE[:, 0, :2].contiguous(), X[:, :3, :2].contiguous(), X[:, 0, 0]),
+    (F.max_pool1d, IMAGE, 2), (F.adaptive_avg_pool1d, IMAGE, 2), (F.pad, IMAGE, (1, 1), "reflect"),
+    (F.grid_sample, IMAGE[:, :, None], IMAGE[:, None, :3, :2].contiguous().tanh(),
+     "bilinear", "zeros", True),
+    (F.local_response_norm, IMAGE, 3), (F.batch_norm, IMAGE, None, None, *X[:4, 0, :2].T, True),
+    (torch.cumprod, IMAGE, 0), (torch.logcumsumexp, IMAGE, 0), (torch.linalg.det, IMAGE[..., :4]),
+    (torch._weight_norm, IMAGE, TAPS[:, :1, :1].contiguous(), 0),
 ]  # fmt: skip
 
 
