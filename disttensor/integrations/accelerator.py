@@ -5,11 +5,13 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
+from disttensor.checkpoint.same_files import check_same_files
 from disttensor.checkpoint.state import in_layout_of
 from disttensor.checks import argument_error, check_type
 from disttensor.comm.groups import world_group
@@ -128,11 +130,13 @@ class _Sharded:
         on_first("Accelerator.save_state", lambda: None)  # it is complete
         return folder
 
-    def load_state(self: Any, *args: Any, **kwargs: Any) -> None:
+    def load_state(self: Any, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
+        folder = input_dir or Path(self.project_dir or "", "checkpoints")
+        check_same_files("Accelerator.load_state", folder)
         objects = self._custom_objects
         self._custom_objects = [_Laid(of) for of in objects]
         try:
-            super().load_state(*args, **kwargs)  # type: ignore[misc]
+            super().load_state(input_dir, *args, **kwargs)  # type: ignore[misc]
         finally:
             self._custom_objects = objects
 

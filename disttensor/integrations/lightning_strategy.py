@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from disttensor.checkpoint.same_files import check_same_files
 from disttensor.checks import check_type
 from disttensor.comm import objects
 from disttensor.comm.groups import world_group
@@ -94,6 +95,10 @@ class _Sharded:
     def save_checkpoint(self, checkpoint: Any, *args: Any, **kwargs: Any) -> None:
         checkpoint = substitute(checkpoint, full_value, DistTensor)
         super().save_checkpoint(checkpoint, *args, **kwargs)  # type: ignore[misc]
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
+        check_same_files("Lightning: ckpt_path", checkpoint_path)
+        return super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[misc]
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         found = objects.gather_objects(bool(decision), world_group())

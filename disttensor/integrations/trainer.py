@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from disttensor.checkpoint.same_files import check_same_files
 from disttensor.checks import argument_error, check_type
+from disttensor.comm.groups import world_group
+from disttensor.comm.objects import gather_objects
 from disttensor.integrations.accelerator import shard_accelerator
-from disttensor.integrations.model import gathered_pickles, is_first, on_first, place, save_full
+from disttensor.integrations.model import gathered_pickles, is_first, place, save_full
 from disttensor.parallel.strategy import Strategy
 from disttensor.tensor.values import broadcast_value, values_everywhere
 
@@ -109,6 +112,17 @@ class _Sharded:
         if is_first():
             super()._save_rng_state(output_dir)  # type: ignore[misc]
 
-    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+    def _save_checkpoint(self: Any, *args: Any, **kwargs: Any) -> None:
         super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
-        on_first("Trainer: a checkpoint", lambda: None)  # it is complete
+        best = gather_objects(self.state.best_model_checkpoint, world_group())  # it is complete
+        self.state.best_model_checkpoint = best[0]
+
+    # Reading ----------------------------------------------------------------------------------
+
+    def _load_from_checkpoint(self, checkpoint: str, *args: Any, **kwargs: Any) -> None:
+        check_same_files("Trainer: resume_from_checkpoint", checkpoint)
+        super()._load_from_checkpoint(checkpoint, *args, **kwargs)  # type: ignore[misc]
+
+    def _load_best_model(self: Any) -> None:
+        check_same_files("Trainer: load_best_model_at_end", self.state.best_model_checkpoint)
+        super()._load_best_model()  # type: ignore[misc]

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import disttensor as dt
+from disttensor.checkpoint.same_files import check_same_files
 from disttensor.comm.process_group import world
 from tests.support.pool import run_on_ranks
 
@@ -84,6 +85,10 @@ def trained(
                 dt.integrations.shard_trainer(trainer, dt.Strategy(**degrees))
             with pytest.raises(KeyError, match="a crash") if crash else contextlib.nullcontext():
                 trainer.train(resume_from_checkpoint=resume and str(resume))
+    if not degrees:  # the options of this run hold for later ones in this process
+        from accelerate.state import AcceleratorState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
     kept = ("loss", "grad_norm", "eval_loss", "eval_accuracy", "eval_rows", "train_loss")
     return [{k: float(v) for k, v in e.items() if k in kept} for e in trainer.state.log_history]
 
@@ -152,3 +157,39 @@ def test_adapters_with_bf16_and_recomputation(tmp_path: Path) -> None:
     run = partial(trained, resume=start, **more)
     history = run_on_ranks(2, run, {"sharding": 2}, tmp_path / "on", timeout=120)[0]
     same(history[:-1], wanted[:-1], 2e-2)
+
+
+def own_folders(folder: Path) -> None:
+    """Trains in a folder that the ranks do not share."""
+    from transformers import Trainer, TrainingArguments
+
+    rank = world()[0]
+    (folder / str(rank)).mkdir()
+    refused = partial(pytest.raises, dt.errors.MismatchError)
+    with (
+        contextlib.chdir(folder / str(rank)),
+        dt.integrations.one_process(),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        arguments = TrainingArguments(
+            "run", max_steps=2, per_device_train_batch_size=4, save_steps=1, eval_steps=1,
+            eval_strategy="steps", load_best_model_at_end=True, report_to=[], disable_tqdm=True,
+            use_cpu=True,
+        )  # fmt: skip
+        trainer = Trainer(llama(), arguments, train_dataset=rows(4), eval_dataset=rows(2))
+        dt.integrations.shard_trainer(trainer, dt.Strategy(sharding=2))
+        with refused(match="load_best_model_at_end: .* files differs .* none on rank 1"):
+            trainer.train()
+        for name, content in (("same.bin", "of both"), ("folder/own.bin", f"of rank {rank}")):
+            Path(name).parent.mkdir(exist_ok=True)
+            Path(name).write_text(content * 100_000)
+        check_same_files("here", "same.bin")
+        with refused(
+            match="here: folder, which all ranks share,: files differs .* on rank 0, 1 of"
+        ):
+            check_same_files("here", "folder")
+
+
+def test_checkpoints_in_folders_that_ranks_do_not_share_are_refused(tmp_path: Path) -> None:
+    run_on_ranks(2, own_folders, tmp_path, timeout=120)
