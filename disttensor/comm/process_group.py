@@ -217,14 +217,22 @@ def missing_ranks(
     ends: Callable[[], bool] = lambda: False,
 ) -> list[int]:  # fmt: skip
     """Waits until all ``ranks`` have made this call with the same ``place``, a prefix of keys.
-    Returns the ranks that have not done so within ``seconds``, or when ``ends()`` is true."""
+    Returns the ranks that have not done so within ``seconds``, or when ``ends()`` is true. The
+    first rank whose time is over ends the wait of all: rank 0 may keep the store, so it returns
+    last."""
+    everyone, over = f"{place}/all", f"{place}/over"
     store.set(f"{place}/{rank}", "")
     if store.add(f"{place}/count", 1) == len(ranks):
-        store.set(f"{place}/all", "")
-    wait_until(lambda: store.check([f"{place}/all"]) or ends(), seconds)
-    if store.check([f"{place}/all"]):
+        store.set(everyone, "")
+    wait_until(lambda: store.check([everyone]) or store.check([over]) or ends(), seconds)
+    if store.check([everyone]):
         return []
-    return [r for r in ranks if not store.check([f"{place}/{r}"])]
+    store.set(over, "")
+    missing = [r for r in ranks if not store.check([f"{place}/{r}"])]
+    told, here = store.add(f"{place}/told", 1), len(ranks) - len(missing)
+    if rank == 0 and told < here:
+        wait_until(lambda: store.add(f"{place}/told", 0) >= here, 2.0)
+    return missing
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:

@@ -110,7 +110,7 @@ def shard_data_parallel(
         module, mesh, shard_axis, replicate_axis, stage, segments, prefetch, ignored
     )
     if shard_axis is not None or any(policy.param_dtype for policy in policies.of.values()):
-        check_hooks(module, ignored)
+        check_hooks("shard_data_parallel", module, mesh, ignored)
     if offload and any(m.device_type != "cpu" for m in meshes_of(module, mesh, ignored)):
         raise NotImplementedError(
             "shard_data_parallel(offload=True): shards in the memory of the host, with a mesh of "

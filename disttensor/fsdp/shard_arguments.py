@@ -27,7 +27,7 @@ from disttensor.nn.parameters import slots
 from disttensor.nn.shard_module import check_sizes, check_subclasses
 from disttensor.nn.shared_memory import check_memory
 from disttensor.tensor.dist_tensor import DistTensor
-from disttensor.tensor.user_facts import hooks_of
+from disttensor.tensor.user_facts import agree_on_hooks, hooks_of
 
 
 def params_inside(module: nn.Module, stage: int) -> frozenset[int]:
@@ -124,13 +124,21 @@ def check_arguments(
     return segments_of(module, segments, ignored)
 
 
-def check_hooks(module: nn.Module, ignored: frozenset[int]) -> None:
+def check_hooks(
+    who: str, module: nn.Module, mesh: ProcessMesh | None, ignored: frozenset[int] = frozenset()
+) -> None:
     """Raises ValueError for a hook that needs the gradient of one backward before it is added up:
-    the parameter will have a copy that collects gradients."""
-    for name, p in module.named_parameters():
-        if id(p) not in ignored and not has_own_operators(p) and hooks_of(p)[0]:
+    the parameter will have a copy that collects gradients. The ranks compare their hooks first."""
+    params = [
+        (name, p, mesh if mesh is not None or not isinstance(p, DistTensor) else p.spec.mesh)
+        for name, p in module.named_parameters()
+        if id(p) not in ignored and not has_own_operators(p)
+    ]
+    agree_on_hooks(who, params)
+    for name, p, _ in params:
+        if hooks_of(p)[0]:
             raise ValueError(
-                f"shard_data_parallel: parameter {name!r} has a hook (register_hook), and its "
+                f"{who}: parameter {name!r} has a hook (register_hook), and its "
                 "gradient collects on a temporary copy, so the hook would not be called. Remove "
                 "it, and change p.grad in register_post_accumulate_grad_hook"
             )

@@ -19,7 +19,7 @@ from disttensor.nn.shard_module import place
 from disttensor.nn.shared_memory import replace_held
 from disttensor.tensor.base import as_parameter
 from disttensor.tensor.dist_tensor import DistTensor, wrap
-from disttensor.tensor.user_facts import carry_over
+from disttensor.tensor.user_facts import agree_on_hooks, carry_over
 from reshard import cross_mesh
 
 
@@ -100,17 +100,18 @@ def _place(
     if any(not isinstance(s.value, DistTensor) for s in before):
         place(module, before, lambda x: None if id(x) in ignored else mesh, plan, None)
     made: dict[int, DistTensor] = {}
-    for slot in slots(module):  # from sub-meshes
+    mine = [s for s in slots(module) if id(s.value) not in ignored]
+    mine = [s for s in mine if not has_own_operators(s.value)]
+    brought = [s for s in mine if spec_on(s.value, mesh) is not s.value.spec]
+    agree_on_hooks("shard_data_parallel", ((s.name, s.value, mesh) for s in brought))
+    for slot in brought:  # from sub-meshes
         x: Any = slot.value
-        if id(x) in ignored or has_own_operators(x):  # left unchanged
-            continue
-        spec = spec_on(x, mesh)
-        if spec is not x.spec and id(x) not in made:
-            moved = wrap(x.local.detach().requires_grad_(x.requires_grad), spec)
+        if id(x) not in made:
+            moved = wrap(x.local.detach().requires_grad_(x.requires_grad), spec_on(x, mesh))
             made[id(x)] = as_parameter(moved) if isinstance(x, nn.Parameter) else moved
             what = f"shard_data_parallel brought {slot.name!r} to {mesh!r}"
             carry_over(x, made[id(x)], what)
-        slot.table[slot.key] = made.get(id(x), x)
+        slot.table[slot.key] = made[id(x)]
     replace_held(module, made)
 
 

@@ -25,7 +25,7 @@ from disttensor.nn.torch_styles import is_style, placements_of, splits
 from disttensor.progress import bar
 from disttensor.tensor.base import as_parameter
 from disttensor.tensor.dist_tensor import DistTensor, wrap
-from disttensor.tensor.user_facts import carry_over
+from disttensor.tensor.user_facts import agree_on_hooks, carry_over
 
 Plan = Mapping[Any, Sequence[Placement]] | Callable[[str, nn.Module, ProcessMesh], None] | None
 
@@ -108,11 +108,12 @@ def place(
         if now is not slot.value and isinstance(now, DistTensor):
             made[id(slot.value)] = now
     fresh: set[nn.Module] = set()
+    agree_on_hooks("shard_module", ((s.name, s.value, _new_mesh(s, mesh_of)) for s in before))
     places = slots(module)
     with bar("placing", len(places), "tensors") as advance:
-        for name, owner, table, key, value in places:
-            stays = isinstance(value, DistTensor) or has_own_operators(value)
-            mesh = None if stays else mesh_of(value)
+        for slot in places:
+            name, owner, table, key, value = slot
+            mesh = _new_mesh(slot, mesh_of)
             if id(value) not in made and mesh is not None:
                 made[id(value)] = _place(value, mesh, chosen.get(name))
                 if value.is_meta:
@@ -132,6 +133,17 @@ def place(
                 init(child) if init else _initializer(child)()
                 advance()
     expert_modules.attach(module)
+
+
+def _new_mesh(
+    slot: Slot, mesh_of: Callable[[torch.Tensor], ProcessMesh | None]
+) -> ProcessMesh | None:
+    """Returns the mesh on which the tensor of a slot is placed; None if it stays as it is."""
+    now = slot.table.get(slot.key)
+    if now is not slot.value and isinstance(now, DistTensor):  # a plan has placed it
+        return now.spec.mesh
+    stays = isinstance(slot.value, DistTensor) or has_own_operators(slot.value)
+    return None if stays else mesh_of(slot.value)
 
 
 def _initializer(module: nn.Module) -> Any:

@@ -21,6 +21,7 @@ from disttensor.fsdp.contexts import accumulate
 from disttensor.fsdp.fully_shard import shard_data_parallel
 from disttensor.fsdp.mixed_precision import check_dtypes
 from disttensor.fsdp.segment_policy import SegmentPolicy, Segments, segments_of
+from disttensor.fsdp.shard_arguments import check_hooks
 from disttensor.nn.parameters import slots
 from disttensor.nn.shard_module import check_module, check_plan, shard_module
 from disttensor.optim.grad_scaler import shard_scaler
@@ -262,6 +263,8 @@ class Strategy:
         if layers is None:
             self._check_layers(model, pp, order, options)
         create_groups(self.groups())
+        if self.degrees().sharding > 1 or self._param_dtype() is not None:
+            check_hooks("Strategy.apply", model, self.stages()[0] if pp == 1 else None)
         before = slots(model)
         segments: Segments | None = self.segments
         if pp == 1 and layers is None:
@@ -314,13 +317,16 @@ class Strategy:
                 )
             assign_layers(layers_of(model, model)[1], order, counts, balance, model, sample)
 
+    def _param_dtype(self) -> torch.dtype | None:
+        """Returns the dtype of unsharded parameters; None if they keep theirs."""
+        if self.param_dtype is None and self.amp is not None and self.degrees().sharding > 1:
+            return AMP[self.amp]
+        return self.param_dtype
+
     def _shard_data_parallel(
         self, model: nn.Module, mesh: ProcessMesh | None, segments: Segments | None
     ) -> nn.Module:
-        sharding = self.degrees().sharding
-        low = self.param_dtype
-        if low is None and self.amp is not None and sharding > 1:
-            low = AMP[self.amp]
+        sharding, low = self.degrees().sharding, self._param_dtype()
         given: dict[str, Any] = {} if segments is None else {"segments": segments}
         return shard_data_parallel(
             model,

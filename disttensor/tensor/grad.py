@@ -207,6 +207,9 @@ def set_grad(x: MeshTensor, value: Any) -> None:
     local = local_of_global(value, grad_spec(x, axes).with_dtype(value.dtype))
     if not local.is_contiguous() and x.local.is_contiguous():  # a slice needs its own memory
         local = local.contiguous()
+    divided = 1.0 if x.local.is_leaf else gradient_type(GradType(x.spec, ()))[1]
+    if divided != 1.0:  # as_gradient multiplies by it
+        local = local / divided
     drop_grads(x)
     remember_grad(x, value if isinstance(value, MeshTensor) and local is value.local else None)
     keep_grad(x, axes, local)
@@ -221,7 +224,7 @@ def _check(x: MeshTensor, value: Any) -> None:
         raise RuntimeError(
             f"{who}: its global shape is {list(x.spec.shape)}, the gradient's {list(value.shape)}"
         )
-    dtype = x.grad_dtype
+    dtype = x.grad_dtype if x.is_leaf else x.dtype
     if dtype is not None and value.dtype != dtype:
         raise RuntimeError(f"{who}: its dtype is {dtype}, the gradient's {value.dtype}")
     if isinstance(value, MeshTensor) and x.is_initialized and value.spec.mesh is not x.spec.mesh:

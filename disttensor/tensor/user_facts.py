@@ -10,16 +10,18 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import torch
 
+from disttensor.comm.agree import agree
+from disttensor.core.mesh import ProcessMesh
 from disttensor.errors import user_place
 from disttensor.tensor.base import MeshTensor
 from disttensor.tensor.checkpointable import Checkpointable
-from disttensor.tensor.leaf_hooks import agree_on_hook, leaf_hooks
+from disttensor.tensor.leaf_hooks import leaf_hooks
 
 Tensor = torch.Tensor
 Hooks = OrderedDict[int, Callable[[Any], Any]]
@@ -53,6 +55,20 @@ def hooks_of(x: Any) -> tuple[Hooks, Hooks]:
     return first, second
 
 
+def agree_on_hooks(who: str, placed: Iterable[tuple[str, Tensor, ProcessMesh | None]]) -> None:
+    """Compares which of the tensors (name, tensor, its new mesh) have hooks: a hook makes its rank
+    reduce. Every rank of a mesh sends one message for the mesh, whatever hooks it has. Raises
+    MismatchError on all of them if a hook is on some ranks only."""
+    hooked: dict[ProcessMesh, list[str]] = {}
+    for name, x, mesh in placed:
+        if mesh is not None and mesh.coordinate is not None and mesh.size > 1:
+            names = hooked.setdefault(mesh, [])
+            if x.is_leaf and any(hooks_of(x)):
+                names.append(name)
+    for mesh, names in hooked.items():
+        agree(who, mesh.group(tuple(range(mesh.ndim))), hooks=f"hooks of {names}")
+
+
 def carry_over(old: Any, new: MeshTensor, what: str) -> None:
     """Gives ``new``, which takes the place of ``old`` in a module, the attributes, the hooks and
     the gradient of ``old``. ``what`` says in warnings and errors what became of ``old``: a gradient
@@ -63,7 +79,6 @@ def carry_over(old: Any, new: MeshTensor, what: str) -> None:
         return
     tensor_hooks, post_hooks = hooks_of(old)
     if new.is_initialized and (tensor_hooks or post_hooks):
-        agree_on_hook(new, "a hook of a parameter that is placed")
         own = leaf_hooks(new)
         own.tensor_hooks, own.post_hooks = tensor_hooks, post_hooks
     if old.grad_dtype is not old.dtype:

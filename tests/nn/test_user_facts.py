@@ -13,6 +13,7 @@ from torch import nn
 
 import disttensor as dt
 from disttensor import Replicate, Shard, pipeline
+from disttensor.errors import MismatchError
 from tests.support.oracle import randn
 from tests.support.pool import on_ranks
 from tests.support.training import full
@@ -175,7 +176,22 @@ def test_hooks_that_cannot_be_called_are_refused_before_any_change(way: str) -> 
     with pytest.raises(ValueError, match=r"'first.weight' has a hook"):
         WAYS[way](net)
     if way != "twice":  # there the first placement stays
-        assert way == "sharding" or type(net.first.weight) is nn.Parameter
+        assert type(net.first.weight) is nn.Parameter
+
+
+@pytest.mark.parametrize("way", ["shard_module", "replicate", "stage 3", "sharding"])
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+@on_ranks(2)
+def test_a_hook_of_one_rank_is_an_error_of_all_and_changes_nothing(way: str, kind: str) -> None:
+    net = Net()
+    if torch.distributed.get_rank() == 1:
+        getattr(net.first.weight, kind)(lambda x: None)
+    with pytest.raises((MismatchError, ValueError), match="hook"):
+        WAYS[way](net)
+    assert type(net.first.weight) is nn.Parameter
+    net = Net()
+    WAYS[way](net)
+    backward(net)
 
 
 class Scaled(nn.Parameter):

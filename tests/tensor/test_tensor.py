@@ -475,3 +475,20 @@ def test_the_mesh_has_the_name_that_it_has_in_torch_and_no_other():
         assert not hasattr(y, "mesh")
         with pytest.raises(AttributeError, match=r"no attribute 'mesh'.*x.process_mesh"):
             _ = y.mesh
+
+
+@pytest.mark.parametrize("where", [S0, R, dt.Partial(), dt.Partial("avg")], ids=str)
+@on_ranks(2)
+def test_a_result_takes_the_gradient_that_is_given_to_it(where):
+    mesh, plain = dt.init_mesh((2,), ("x",)), counted(5, 3)
+    w = dt.shard_tensor(plain, mesh, [R]).redistribute(placements=[where]).detach()
+    y = w.requires_grad_() * 2
+    y.retain_grad()
+    y.grad = plain
+    same(y.grad, plain)
+    torch.optim.SGD([y], 0.5).step()
+    same(y, plain * 1.5)
+    with pytest.raises(RuntimeError, match=r"dtype is torch\.float64, the gradient's"):
+        y.grad = torch.ones(5, 3)
+    y.sum().backward()
+    same(w.grad, torch.full((5, 3), 2.0, dtype=torch.float64))
