@@ -20,12 +20,13 @@
 # make dist    the packages of a release in dist/: an sdist and a wheel for each tested Python that is found; checks them
 # make native  compile the warm path (disttensor/dispatch/native.c); train, test and bench do so too. Without a compiler all works,
 #              in Python, and so it does with DISTTENSOR_PYTHON=1
-# make python  a part of the tests without what was compiled, another part for each commit
+# make python  a part of the tests without what was compiled
 # make gpu     tests and tables that need one CUDA device, by PYTHON and its own torch: nothing is installed, so it needs no network
 # make asan    the tests of the C code under AddressSanitizer, with gcc
 # make leaks   a million calls of the C code leave nothing behind
 # make lint    ruff and mypy
 # make docs    the documentation site, in out/docs; opens each page in a browser, where there is one, and follows all links
+# Of tests that are many, as those of the fuzzers, all of these run a part; PART=17 (any number) is another one, EVERYTHING=1 runs all.
 # Options go through ARGS:  make train ARGS="--steps 20"   make test ARGS="-k reshard"
 #                           make train ARGS="--save out/run": stopped and started again, it goes on from its newest checkpoint
 

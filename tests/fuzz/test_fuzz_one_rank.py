@@ -1,4 +1,4 @@
-"""Programs in which one rank does more than the others, of this commit's seeds.
+"""Programs in which one rank does more than the others, of a few seeds.
 ``python -m tests.fuzz.fuzz_one_rank`` runs others."""
 
 from __future__ import annotations
@@ -9,16 +9,15 @@ import pytest
 
 from tests.fuzz import fuzz_changes, fuzz_one_rank
 from tests.support import pool
-from tests.support.part import commit
+from tests.support.part import seeds
 
-ACTING = {2: 15, 4: 8}  # of a commit, in a world of this size
+ACTING = {2: 15, 4: 8}  # seeds, in a world of this size
 CHANGED = {2: 80, 4: 30}
 
 
 def reports(fuzzer: Any, count: int, world: int) -> str:
-    """Returns the reports of ``count`` seeds of this commit."""
-    first = int(commit()[-4:] or "0", 16) * count
-    cases = [fuzzer.make(seed, world) for seed in range(first, first + count)]
+    """Returns the reports of ``count`` seeds."""
+    cases = [fuzzer.make(seed, world) for seed in seeds(count)]
     return "\n".join(pool.run_on_ranks(world, fuzzer.run, cases, timeout=150)[0])
 
 

@@ -1,4 +1,4 @@
-"""Training set-ups of this commit's seeds, and those that were wrong once, on real ranks.
+"""Training set-ups of a few seeds, and those that were wrong once, on real ranks.
 ``python -m tests.fuzz.fuzz_training`` runs others."""
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import pytest
 from tests.fuzz import fuzz_compiled_training, fuzz_training
 from tests.fuzz.training_setups import Setup, make
 from tests.support import pool
-from tests.support.part import commit, part
+from tests.support.part import part, seeds
 
-COUNT = {2: 8, 4: 5}  # of a commit, in a world of this size
-COMPILED = 2  # of a commit, on 2 ranks
+COUNT = {2: 8, 4: 5}  # seeds, in a world of this size
+COMPILED = 2  # seeds, on 2 ranks
 # A weight that a layer of another stage reads, in a segment that begins and ends often
 SHARED = [
     # a stage brought a shard of a shared weight, which the other stage sent whole
@@ -75,8 +75,7 @@ def sweep() -> list[Setup]:
 @pytest.mark.limit(300)
 @pytest.mark.parametrize("world", COUNT)
 def test_set_ups_train_as_one_process(world: int) -> None:
-    first = int(commit()[-4:] or "0", 16) * COUNT[world]
-    setups = [make(seed, world) for seed in range(first, first + COUNT[world])]
+    setups = [make(seed, world) for seed in seeds(COUNT[world])]
     reports = pool.run_on_ranks(world, fuzz_training.run, setups, timeout=200)[0]
     assert not reports, "\n" + "\n".join(reports)
 
@@ -85,8 +84,7 @@ def test_set_ups_train_as_one_process(world: int) -> None:
 @pytest.mark.limit(300)
 def test_compiled_set_ups_train_as_eager_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "warning_filters", ["ignore"])  # those of Dynamo
-    first = int(commit()[-4:] or "0", 16) * COMPILED
-    setups = [make(seed, 2) for seed in range(first, first + COMPILED)]
+    setups = [make(seed, 2) for seed in seeds(COMPILED)]
     reports = pool.run_on_ranks(2, fuzz_compiled_training.checked, setups, timeout=250)[0]
     assert not reports, "\n" + "\n".join(reports)
 

@@ -1,4 +1,4 @@
-"""A part of PyTorch's own samples for each commit, cut over four ranks, under autocast."""
+"""A part of PyTorch's own samples, cut over four ranks, under autocast."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ ON_GRID = [[S0, S1], [S1, S0], [S0, S0], [R, S0], [S1, P], [P, P], [P, R]]
 
 def everywhere(func, *shapes, grids=ON_GRID, **options):
     """One function of tensors of these shapes, all in one layout after the other, entering as leaf
-    and otherwise: on a grid in half of the layouts and in one of these ways for each commit."""
+    and otherwise: on a grid in half of the layouts and in one of these ways for each part."""
     mesh = line() if torch.distributed.get_world_size() == 2 else grid()
     name = getattr(func, "__name__", "")
     layouts = ON_LINE if mesh.ndim == 1 else part(grids, (len(grids) + 1) // 2, name)

@@ -1,11 +1,11 @@
-"""What a commit runs of tests that are many: another part for each; ``EVERYTHING=1`` runs all."""
+"""What a run takes of tests that are many: the part 0, or the part of a number, as ``PART=17``;
+``EVERYTHING=1`` runs all."""
 
 from __future__ import annotations
 
 import functools
 import os
 import random
-import subprocess
 import sys
 from collections.abc import Collection
 from pathlib import Path
@@ -15,23 +15,21 @@ ROOT = Path(__file__).resolve().parents[2]
 EVERYTHING = bool(os.environ.get("EVERYTHING"))
 
 
-@functools.cache
-def commit() -> str:
-    """The hash of the checked-out commit; "" where there is none."""
-    command = ["git", "rev-parse", "HEAD"]
-    try:
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    except OSError:
-        return ""
+PART = int(os.environ.get("PART", "0"))
 
 
 def part(items: Collection[Any], count: int, salt: object = "") -> list[Any]:
     """``count`` of the items, in their order. All workers of a session choose the same ones."""
     numbers = range(len(items))
     if not EVERYTHING and count < len(items):
-        numbers = sorted(random.Random(f"{commit()} {salt}").sample(numbers, count))
+        numbers = sorted(random.Random(f"{PART} {salt}").sample(numbers, count))
     every = list(items)
     return [every[i] for i in numbers]
+
+
+def seeds(count: int) -> range:
+    """``count`` seeds of a fuzzer, others in each part."""
+    return range(PART * count, (PART + 1) * count)
 
 
 @functools.cache

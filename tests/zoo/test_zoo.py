@@ -1,5 +1,5 @@
 """Some of the networks that docs/zoo.md calls right are right in this state of the code: others
-for each commit. ``make zoo`` runs them all."""
+for each part. ``make zoo`` runs them all."""
 
 from __future__ import annotations
 
