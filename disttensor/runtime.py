@@ -34,6 +34,7 @@ class Runtime:
     meshes: WeakValueDictionary[Any, Any] = field(default_factory=WeakValueDictionary)
     shared: list[Any] = field(default_factory=list)  # meshes that torch has as a DeviceMesh
     groups: dict[Any, Any] = field(default_factory=dict)  # torch's, by members and stream
+    started: dict[Any, list[int]] = field(default_factory=dict)  # collectives so far, as groups
     calls: Counter[str] = field(default_factory=Counter)  # of groups, in debug mode
     tags: dict[int, int] = field(default_factory=dict)  # transfers so far, by channel
     retired: int = 0  # channels of micro-batches whose run has failed

@@ -69,8 +69,9 @@ def run(
         _announce(kind, group, sent, share, op, False)
     try:
         work = fn(*args)
+        group.started[0] += 1
         if work is not None:
-            wait(work, group, sent, kind)
+            wait(work, group, sent, kind, group.started[0])
     except MismatchError:
         raise
     except (RuntimeError, TypeError) as error:
@@ -78,9 +79,9 @@ def run(
     return finish()
 
 
-def wait(work: Any, group: Group, sent: Tensor, kind: str) -> None:
+def wait(work: Any, group: Group, sent: Tensor, kind: str, number: int) -> None:
     if sent.is_cpu:
-        lone_failure.wait(work, group.ranks, group.purpose, kind, sent)
+        lone_failure.wait(work, group, kind, sent, number)
     else:  # on NCCL a wait with a time limit blocks the program
         work.wait()
 
@@ -97,13 +98,14 @@ def start(
         work = fn(*args)
     except (RuntimeError, TypeError) as error:
         raise call_error(kind, group, error) from error
+    group.started[0] = number = group.started[0] + 1
 
     def end(kept: Any = args) -> T:  # keeps the tensors alive until the end
         if entry is not None:
             log.record_wait(entry)
         try:
             if work is not None:  # None: a collective of the user, which has ended
-                wait(work, group, sent, kind)
+                wait(work, group, sent, kind, number)
         except MismatchError:
             raise
         except RuntimeError as error:

@@ -93,8 +93,9 @@ def _sum(x: Tensor, group: Group) -> Tensor:
     total = x.clone(memory_format=_dense)
     try:
         work = _allreduce(group.pg, [total], call_options("AllreduceOptions", False, "sum"))
+        group.started[0] += 1
         if work is not None:
-            wait(work, group, total, "all_reduce")
+            wait(work, group, total, "all_reduce", group.started[0])
     except (RuntimeError, TypeError) as error:
         raise call_error("all_reduce", group, error) from error
     return total

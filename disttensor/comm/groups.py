@@ -6,7 +6,7 @@ import atexit
 import hashlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
 from typing import Any, NoReturn
@@ -36,6 +36,7 @@ class Group:
     purpose: str = ""  # see new_group
     order: tuple[int, ...] = ()  # order[i]: the backend's number of member i
     in_rank_order: bool = True  # the backend numbers members by rank; True: this is the mesh order
+    started: list[int] = field(default_factory=lambda: [0])  # collectives, of the communicator
 
     def __post_init__(self) -> None:
         numbers = {rank: i for i, rank in enumerate(sorted(self.ranks))}
@@ -43,7 +44,9 @@ class Group:
         self.in_rank_order = self.order == tuple(range(len(self.ranks)))
 
         if self.pg is not None:
-            current_runtime().made.add(self)
+            now = current_runtime()
+            now.made.add(self)
+            self.started = now.started.setdefault((tuple(sorted(self.ranks)), self.purpose), [0])
 
     @property
     def size(self) -> int:

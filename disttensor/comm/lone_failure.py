@@ -129,11 +129,25 @@ def _give_up(watcher: failure_watch.Watcher, text: str = "") -> bool:
     return True
 
 
-def wait(work: Any, ranks: Sequence[int], purpose: str, kind: str, sent: Any) -> None:
-    """Runs ``work.wait()`` for a collective of ``ranks`` that ends once all of them have started
-    it. Raises RuntimeError also if a rank has stopped, after some seconds. Raises MismatchError if
-    another rank waits in another collective of this communicator, by ``kind``, or by the size and
-    dtype of ``sent``."""
+class _Wait(NamedTuple):
+    """A rank waits in the collective ``words``, the ``number``-th of the communicator of ``ranks``
+    and ``purpose``, at ``line``. ``started``: how many it has started in each communicator."""
+
+    words: str
+    line: str
+    ranks: list[int]
+    purpose: str
+    number: int
+    started: dict[str, int]
+    time: float  # makes each wait differ
+
+
+def wait(work: Any, group: Any, kind: str, sent: Any, number: int) -> None:
+    """Runs ``work.wait()`` for the collective ``number`` of ``group``, which ends once all ranks
+    have started it. Raises RuntimeError also if a rank has stopped, after some seconds. Raises
+    MismatchError if another rank waits in another collective that needs this rank: in this
+    communicator it differs by ``kind``, or by the size and dtype of ``sent``; in another one this
+    rank has not started it, and the other has not started this one."""
     try:
         work.wait(SLICE)
         return
@@ -142,8 +156,8 @@ def wait(work: Any, ranks: Sequence[int], purpose: str, kind: str, sent: Any) ->
     words = kind  # sizes of all_to_all differ between ranks
     if kind != "all_to_all":
         words += f" of {sent.numel()} {sent.dtype}"
-    posted = ""
-    before: dict[int, str] = {}  # the other collectives that ranks waited in at the last slice
+    posted: _Wait | None = None
+    before: dict[int, _Wait] = {}  # the other collectives that ranks waited in at the last slice
     same = 0  # slices for which they have waited in them
     try:
         for slices in itertools.count(1):
@@ -151,10 +165,10 @@ def wait(work: Any, ranks: Sequence[int], purpose: str, kind: str, sent: Any) ->
                 work.wait()
                 return
             if slices >= PATIENCE and watcher and not watcher.lost:
-                if find(watcher, ranks):
+                if find(watcher, group.ranks):
                     raise RuntimeError(f"given up after {slices} s")
-                posted = posted or _post_wait(watcher, ranks, purpose, words)
-                waits = _other_waits(watcher, posted, ranks, words)
+                posted = posted or _post_wait(watcher, group, words, number)
+                waits = _other_waits(watcher, posted, group.ranks)
                 before, same = waits, same + 1 if waits and waits == before else 0
                 if same == PATIENCE:
                     _raise_mismatch(watcher, f"{words} at {user_line()}", waits)
@@ -163,35 +177,51 @@ def wait(work: Any, ranks: Sequence[int], purpose: str, kind: str, sent: Any) ->
     finally:
         if posted and not watcher.lost:
             with contextlib.suppress(RuntimeError):
-                watcher.store.delete_key(f"{posted}/{watcher.rank}")
+                watcher.store.delete_key(f"wait/{watcher.rank}")
+
+
+def _communicator(ranks: Sequence[int], purpose: str) -> str:
+    return f"{purpose}{sorted(ranks)}"
 
 
 def _post_wait(
-    watcher: failure_watch.Watcher, ranks: Sequence[int], purpose: str, words: str
-) -> str:
-    """Posts that this rank waits in a collective. Returns the key of the communicator."""
-    communicator = f"wait/{purpose}/{sorted(ranks)}"
-    entry = [words, user_line(), time.monotonic()]  # the time makes each wait differ
-    watcher.store.set(f"{communicator}/{watcher.rank}", json.dumps(entry))
-    return communicator
+    watcher: failure_watch.Watcher, group: Any, words: str, number: int
+) -> _Wait:
+    """Posts that this rank waits in a collective of ``group``."""
+    started = {_communicator(*key): counter[0] for key, counter in last_runtime().started.items()}
+    ranks, now = list(group.ranks), time.monotonic()
+    entry = _Wait(words, user_line(), ranks, group.purpose, number, started, now)
+    watcher.store.set(f"wait/{watcher.rank}", json.dumps(entry))
+    return entry
 
 
 def _other_waits(
-    watcher: failure_watch.Watcher, communicator: str, ranks: Sequence[int], words: str
-) -> dict[int, str]:
-    """Returns the entries of the ranks that wait in another collective of the communicator."""
-    entries = {r: read_key(watcher.store, f"{communicator}/{r}") for r in ranks}
-    return {r: e for r, e in entries.items() if e is not None and json.loads(e)[0] != words}
+    watcher: failure_watch.Watcher, mine: _Wait, ranks: Sequence[int]
+) -> dict[int, _Wait]:
+    """Returns the waits of other ranks that never end, because this rank waits."""
+    own = _communicator(mine.ranks, mine.purpose)
+
+    def blocks(theirs: _Wait) -> bool:
+        communicator = _communicator(theirs.ranks, theirs.purpose)
+        if communicator == own:
+            return theirs.words != mine.words
+        needed = watcher.rank in theirs.ranks
+        begun = mine.started.get(communicator, 0) >= theirs.number
+        return needed and not begun and theirs.started.get(own, 0) < mine.number
+
+    texts = {r: read_key(watcher.store, f"wait/{r}") for r in ranks if r != watcher.rank}
+    waits = {r: _Wait(*json.loads(text)) for r, text in texts.items() if text is not None}
+    return {r: theirs for r, theirs in waits.items() if blocks(theirs)}
 
 
-def _raise_mismatch(watcher: failure_watch.Watcher, mine: str, waits: dict[int, str]) -> None:
-    others = [f"rank {r} in {w} at {line}" for r, (w, line, _) in
-              ((r, json.loads(entry)) for r, entry in waits.items())]  # fmt: skip
+def _raise_mismatch(watcher: failure_watch.Watcher, mine: str, waits: dict[int, _Wait]) -> None:
+    others = [f"rank {r} in {w.words} at {w.line}" for r, w in waits.items()]
     raised: Raised | None = last_runtime().raised
     text = (
-        f"ranks wait in different collectives of one group, which never end: rank {watcher.rank} "
+        f"ranks wait in different collectives, which never end: rank {watcher.rank} "
         f"in {mine}, {', '.join(others)}. All ranks make the same calls in the same order: look "
-        "for a call, or an error that was caught, on some ranks only"
+        "for a call (also one that reads a value: item(), a print), or an error that was caught, on "
+        "some ranks only"
         + ("" if raised is None else f". This rank caught {raised.words}")
     )
     failure_watch.post(text)

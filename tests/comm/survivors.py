@@ -136,6 +136,17 @@ def alike_in_a_run(rank, failing):
             time.sleep(STAYS / 3 * (rank == failing))
 
 
+def read_on_one_rank(rank, failing):
+    """Gradients have a communicator of their own: the ranks wait in two of the same ranks."""
+    mesh = dt.init_mesh((WORLD,), ("dp",))
+    net = dt.replicate(torch.nn.Linear(4, 1), mesh=mesh)
+    for _ in range(2):
+        loss = net(dt.ones(6, 4, mesh=mesh, placements=[dt.Shard(0)])).mean()
+        loss.backward()
+        if rank == failing:
+            print(loss.item())
+
+
 def goes_on(rank, failing):
     """The rank that raised does without, and comes later."""
     lone_failure.QUIET = 3.0
@@ -168,6 +179,7 @@ PROGRAMS = {
         alike_in_a_run,
         goes_on,
         another_call,
+        read_on_one_rank,
     )
 }
 for name in ("1f1b", "gpipe", "zero_bubble", "zbv", "dualpipev"):
