@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from disttensor.comm import compare_collectives, failure_watch, log, lone_failure
+from disttensor.comm import blocked_wait, compare_collectives, failure_watch, log
 from disttensor.comm.groups import Ended, Group
 from disttensor.comm.work import Work
 from disttensor.errors import MismatchError
@@ -81,7 +81,7 @@ def run(
 
 def wait(work: Any, group: Group, sent: Tensor, kind: str, number: int) -> None:
     if sent.is_cpu:
-        lone_failure.wait(work, group, kind, sent, number)
+        blocked_wait.wait(work, group, kind, sent, number)
     else:  # on NCCL a wait with a time limit blocks the program
         work.wait()
 

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from disttensor.comm import compare_collectives, failure_watch, lone_failure
+from disttensor.comm.blocked_wait import BlockedWait
 from disttensor.comm.process_group import wait_until, world, world_name
-from disttensor.errors import CommError
+from disttensor.errors import CommError, MismatchError
 from disttensor.runtime import current_runtime
 from disttensor.torch_private import group_name, set_timeout, timeout_of
 
@@ -129,6 +130,8 @@ def process_group(
         _wait_for_gloo()
         try:
             now.groups[key] = _new_process_group(members, purpose, timeout)
+        except MismatchError:
+            raise
         except Exception as error:
             raise failure_watch.comm_error(
                 f"creating the process group of mesh axes {'+'.join(axes)} failed on rank "
@@ -144,7 +147,7 @@ def _new_process_group(members: tuple[int, ...], purpose: str, timeout: float | 
     digest = hashlib.sha256(repr((members, purpose, world_name())).encode()).hexdigest()[:32]
     limit = None if timeout is None else timedelta(seconds=timeout)
     usual = timeout_of(current_runtime().default)  # torch gives each group 30 minutes
-    _wait_for_members(members, digest, limit or usual)
+    _wait_for_members(members, purpose, digest, limit or usual)
     with group_name(f"disttensor_{digest}"):
         made = dist.new_group(members, limit or usual, use_local_synchronization=True)
         if limit is not None:  # the limit holds for the creation only
@@ -152,7 +155,9 @@ def _new_process_group(members: tuple[int, ...], purpose: str, timeout: float | 
         return made
 
 
-def _wait_for_members(members: tuple[int, ...], name: str, limit: timedelta | None) -> None:
+def _wait_for_members(
+    members: tuple[int, ...], purpose: str, name: str, limit: timedelta | None
+) -> None:
     """Waits until all members are here. Raises RuntimeError if one of them ends, fails or is late;
     torch does not check whether the members live."""
     watcher = failure_watch.watcher_of(current_runtime())
@@ -161,13 +166,22 @@ def _wait_for_members(members: tuple[int, ...], name: str, limit: timedelta | No
     wanted = [f"group/{name}/{rank}" for rank in members]
     watcher.store.set(f"group/{name}/{watcher.rank}", "")
     end = time.monotonic() + (limit.total_seconds() if limit is not None else 1800)
-    while not wait_until(lambda: watcher.store.check(wanted), 1.0):
-        if time.monotonic() > end:
-            failure_watch.post_unseen(watcher)
-            raise RuntimeError("they are late")
-        failed = watcher.failed or lone_failure.find(watcher, members)
-        if failed or watcher.failed_rank(members) is not None:
-            raise RuntimeError("one of them has failed")
+    blocked: BlockedWait | None = None
+    try:
+        while not wait_until(lambda: watcher.store.check(wanted), 1.0):
+            if time.monotonic() > end:
+                failure_watch.post_unseen(watcher)
+                raise RuntimeError("they are late")
+            failed = watcher.failed or lone_failure.find(watcher, members)
+            if failed or watcher.failed_rank(members) is not None:
+                raise RuntimeError("one of them has failed")
+            if blocked is None:
+                words = f"the start of the group {members} {purpose}".rstrip()
+                blocked = BlockedWait(watcher, members, purpose, words, 1)
+            blocked.check()
+    finally:
+        if blocked:
+            blocked.end()
 
 
 @cache

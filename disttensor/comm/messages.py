@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from disttensor import callbacks
-from disttensor.comm import failure_watch, lone_failure, send_queue
+from disttensor.comm import blocked_wait, failure_watch, lone_failure, send_queue
 from disttensor.comm.process_group import read_key
 from disttensor.errors import MismatchError, user_line
 from disttensor.runtime import current_runtime, last_runtime
@@ -147,7 +147,7 @@ def _request(watcher: failure_watch.Watcher) -> None:
     yet drops the request."""
     for pending in list(_waiting):
         seconds = time.monotonic() - pending.since
-        if seconds > lone_failure.PATIENCE:
+        if seconds > blocked_wait.PATIENCE:
             lone_failure.find(watcher, [pending.source])
         if seconds > PATIENCE:
             request = json.dumps([watcher.rank, pending.tag, pending.message.nbytes])

@@ -100,9 +100,9 @@ def _place(
     if any(not isinstance(s.value, DistTensor) for s in before):
         place(module, before, lambda x: None if id(x) in ignored else mesh, plan, None)
     made: dict[int, DistTensor] = {}
-    mine = [s for s in slots(module) if id(s.value) not in ignored]
-    mine = [s for s in mine if not has_own_operators(s.value)]
-    brought = [s for s in mine if spec_on(s.value, mesh) is not s.value.spec]
+    placed = [s for s in slots(module) if isinstance(s.value, DistTensor)]
+    mine = [s for s in placed if id(s.value) not in ignored and not has_own_operators(s.value)]
+    brought = [s for s in mine if spec_on(s.value, mesh) is not s.value.spec]  # type: ignore
     agree_on_hooks("shard_data_parallel", ((s.name, s.value, mesh) for s in brought))
     for slot in brought:  # from sub-meshes
         x: Any = slot.value

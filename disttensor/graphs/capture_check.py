@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from disttensor.comm import lone_failure
+from disttensor.comm import blocked_wait
 from disttensor.errors import CaptureError, show_place, user_line
 from disttensor.pytree import collect
 from disttensor.random import counter
@@ -100,7 +100,7 @@ class StepWatch(TorchDispatchMode):
                 text = f"{name}({args[0].item()})"  # a constant, as in ``x[0] = 2.0``
         call = OperatorCall(text.replace("_local_scalar_dense", "item"), user_line(), {})
         caller = _caller()
-        if caller and caller.f_code is lone_failure.wait.__code__:  # of gloo's reduce-scatter
+        if caller and caller.f_code is blocked_wait.wait.__code__:  # of gloo's reduce-scatter
             return func(*args, **kwargs)
         for i, x in enumerate(given):
             self.see_input(i, x, call)

@@ -13,6 +13,7 @@ import torch
 from disttensor.autograd.grad_types import GradType, gradient_type
 from disttensor.checks import check_bool, check_sequence
 from disttensor.comm import objects
+from disttensor.comm.compare_reads import compare_read
 from disttensor.comm.process_group import world
 from disttensor.core.layout import Axes, layout_of
 from disttensor.core.spec import DistSpec
@@ -55,6 +56,8 @@ def full_tensor(x: Any, *, everywhere: bool = False) -> Tensor:
     if x._view_state is not None:
         views.check(x)
     spec = x.spec
+    if x.is_initialized and spec.varies and x.local.is_cpu:
+        _compare_read(x)
     full = resharded(x, spec.replicated()).local if x.is_initialized else None
     if everywhere:
         return objects.broadcast_value(
@@ -73,7 +76,16 @@ def _value(x: MeshTensor) -> Tensor:
             f"which is not in its {x.spec.mesh!r} and holds metadata only. On every rank: "
             "dt.broadcast_value(x), or with dt.values_everywhere(): around the code that reads it"
         )
+    if x.spec.varies and not x.local.is_cpu:  # full_tensor waits for no accelerator
+        _compare_read(x)
     return full_tensor(x)
+
+
+def _compare_read(x: MeshTensor) -> None:
+    """Compares this read with those of the ranks that it communicates with; not while a program is
+    traced."""
+    if type(x.local) in (Tensor, torch.nn.Parameter):
+        compare_read(x.spec, [x.spec.mesh.group((a,)) for a in sorted(x.spec.varies)])
 
 
 def axes_of_grad(who: str, spec: DistSpec, grad_placements: Any) -> Axes:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 import disttensor as dt
-from disttensor.comm import failure_watch, lone_failure
+from disttensor.comm import blocked_wait, failure_watch, lone_failure
 from tests.comm.deaths import WORLD, run_worlds
 
 AT_ONCE = 8  # worlds
@@ -147,6 +147,15 @@ def read_on_one_rank(rank, failing):
             print(loss.item())
 
 
+def two_reads(rank, failing):
+    """The message of the first read meets that of the second."""
+    x = matrices([])
+    loss, norm = x.mean(), (x * 3).sum()
+    if rank == failing:
+        print(loss.item())
+    print(norm.item())
+
+
 def goes_on(rank, failing):
     """The rank that raised does without, and comes later."""
     lone_failure.QUIET = 3.0
@@ -180,6 +189,7 @@ PROGRAMS = {
         goes_on,
         another_call,
         read_on_one_rank,
+        two_reads,
     )
 }
 for name in ("1f1b", "gpipe", "zero_bubble", "zbv", "dualpipev"):
@@ -188,7 +198,7 @@ for name in ("1f1b", "gpipe", "zero_bubble", "zbv", "dualpipev"):
 
 
 def survives(rank, body, failing, folder):
-    lone_failure.QUIET, lone_failure.SLICE = 1.0, timedelta(seconds=0.4)
+    lone_failure.QUIET, blocked_wait.SLICE = 1.0, timedelta(seconds=0.4)
     failure_watch.PERIOD = 0.4
     code = 0
     try:

@@ -1,0 +1,76 @@
+"""Compares reads of values between ranks before a value is used.
+
+A rank that reads a value alone (``if rank == 0: print(loss.item())``) sends a message that the
+others do not send. It may meet a message of their next read, of the same kind and size, and both
+would go on with wrong numbers. So the ranks exchange a hash of what they read and of the line, in
+eight bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from hashlib import blake2b
+from typing import Any
+
+import torch
+
+from disttensor.cache import cached
+from disttensor.comm import failure_watch
+from disttensor.comm.collective_call import call_error, call_options, wait
+from disttensor.comm.groups import Group, new_group
+from disttensor.comm.process_group import is_fake
+from disttensor.errors import MismatchError, Place, show_place, user_place
+from disttensor.runtime import current_runtime
+from disttensor.torch_private import all_gather_single, object_device
+
+_PATIENCE = 4.0  # seconds for the other ranks to post their reads
+
+
+def compare_read(spec: Any, groups: list[Group]) -> None:
+    """Raises MismatchError, naming the ranks and their lines, if a rank of ``groups`` does not read
+    a tensor with ``spec`` at this line of the user's program."""
+    if is_fake():
+        return
+    number, words = _read(spec, user_place(sys._getframe(1)))
+    for group in groups:
+        if group.size == 1:
+            continue
+        group = new_group(group.ranks, group.axes, "reads")  # its messages meet no others
+        mine = torch.tensor([number], device=object_device(group.pg))
+        rows = mine.new_empty(group.size)
+        try:
+            work = all_gather_single(group.pg, rows, mine, call_options("AllgatherOptions", False))
+            group.started[0] += 1
+            if work is not None:
+                wait(work, group, mine, "read", group.started[0])
+        except MismatchError:
+            raise
+        except RuntimeError as error:
+            raise call_error("a read", group, error) from error
+        if any(other != number for other in rows.tolist()):
+            _raise(words, group)
+
+
+@cached(4096)
+def _read(spec: Any, place: Place) -> tuple[int, str]:
+    """Returns a hash, the same in every process and on every machine, and a description."""
+    where = place and (os.path.basename(place[0]), place[1])
+    digest = blake2b(f"{spec!r} {where}".encode(), digest_size=7).digest()
+    return int.from_bytes(digest), f"{spec!r} at {show_place(place)}"
+
+
+def _raise(words: str, group: Group) -> None:
+    rank, reads = group.ranks[group.index], {}
+    watcher = failure_watch.watcher_of(current_runtime())
+    if watcher is not None:
+        watcher.store.set(f"read/{rank}", words)
+        reads = watcher.reports("read", sorted(group.ranks), _PATIENCE)
+    every = {**dict.fromkeys(sorted(group.ranks), "something else"), rank: words, **reads}
+    text = (
+        f"ranks read different values: {', '.join(f'rank {r}: {t}' for r, t in every.items())}. "
+        "A read of a value that is split or pending is a message: all ranks read it, on one line. "
+        "value = loss.item() stands outside of if rank == 0, and print(value) inside"
+    )
+    failure_watch.post(text)
+    raise MismatchError(text)
