@@ -20,7 +20,7 @@ from tests.support.part import part
 from tests.support.pool import on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
-SOME = 4  # of all, in a run
+SOME = 2  # of all, in a run
 HOW = {
     "raise": "rank {} failed first: ValueError: out of cheese",
     "kill": "rank {} is gone without a word",

@@ -16,7 +16,7 @@ from tests.support import pool
 PART = 50  # programs in one test
 
 
-SHAPES = {(2, 2): 150, (2,): 100}  # programs on meshes of these shapes
+SHAPES = {(2, 2): 100, (2,): 50}  # programs on meshes of these shapes
 
 
 @pytest.mark.parametrize(

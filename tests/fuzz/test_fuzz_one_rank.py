@@ -12,7 +12,7 @@ from tests.support import pool
 from tests.support.part import seeds
 
 ACTING = {2: 15, 4: 8}  # seeds, in a world of this size
-CHANGED = {2: 80, 4: 30}
+CHANGED = {2: 60, 4: 20}
 
 
 def reports(fuzzer: Any, count: int, world: int) -> str:

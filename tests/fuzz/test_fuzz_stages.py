@@ -12,7 +12,7 @@ from tests.support.pool import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::disttensor.errors.FallbackWarning")
 
-SEEDS = {2: 60, 4: 24}  # programs in a world of this size
+SEEDS = {2: 36, 4: 12}  # programs in a world of this size
 PART = 12  # programs in one test
 
 

@@ -14,7 +14,7 @@ from tests.fuzz.training_setups import Setup, make
 from tests.support import pool
 from tests.support.part import part, seeds
 
-COUNT = {2: 8, 4: 5}  # seeds, in a world of this size
+COUNT = {2: 6, 4: 3}  # seeds, in a world of this size
 COMPILED = 2  # seeds, on 2 ranks
 # A weight that a layer of another stage reads, in a segment that begins and ends often
 SHARED = [

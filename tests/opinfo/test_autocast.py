@@ -14,7 +14,7 @@ from tests.support.part import part
 @pytest.mark.limit(300)
 def test_pieces_have_the_dtype_of_the_whole() -> None:
     names = sorted(autocast.rules_of(list(OPS)))
-    names = part(names, len(names) // 16)
+    names = part(names, len(names) // 24)
     wrong = autocast.sweep(names, most=3)
     assert not wrong, "\n".join(f"{name}: {found[0]}" for name, found in wrong.items())
 

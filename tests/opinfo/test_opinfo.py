@@ -12,8 +12,8 @@ from tests.opinfo import opinfo, opinfo_check, opinfo_compile
 from tests.support import pool
 from tests.support.part import part
 
-PARTS = 16  # a run takes one of sixteen on two ranks, one of 32 on four
-COMPILED = 8  # functions of a run under dt.compile
+PARTS = 24  # a run takes one of 24 on two ranks, one of 48 on four
+COMPILED = 5  # functions of a run under dt.compile
 PIECES = 2  # tests that this part comes in, so that they run side by side
 ROOT = pool.ROOT
 

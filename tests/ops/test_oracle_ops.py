@@ -466,7 +466,7 @@ PARTS = {
     for name, cases in FAMILIES.items()
     for i in range(0, len(cases), 45)
 }
-# Each commit runs all: some on 2x2 ranks, the others on two.
+# A run takes all: some on 2x2 ranks, the others on two.
 ON_GRID = part(PARTS, len(PARTS) // 8)
 ON_TWO = [name for name in PARTS if EVERYTHING or name not in ON_GRID]
 

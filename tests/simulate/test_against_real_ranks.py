@@ -65,7 +65,7 @@ MODELS = [
 
 @pytest.mark.slow
 @pytest.mark.limit(300)
-@pytest.mark.parametrize("options", part(STRATEGIES, 3))
+@pytest.mark.parametrize("options", part(STRATEGIES, 2))
 def test_a_simulated_step_is_that_of_real_ranks(options: str) -> None:
     check(gpt_training.build, options)
 

@@ -44,7 +44,7 @@ def every_micro_batch(monkeypatch, build, world):
             "--pp=2 --tp=2 --batch=16 --accumulate=16 --schedule=zero_bubble",
             "--pp=2 --dp=2 --batch=32 --accumulate=16 --schedule=interleaved_1f1b --recompute",
         ],
-        2,
+        1,
     ),
 )
 def test_what_follows_is_what_a_run_shows(options, ran, monkeypatch) -> None:

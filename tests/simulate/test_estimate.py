@@ -96,7 +96,7 @@ ALWAYS = [
     (dt.Strategy(cp=8), "slow"), (dt.Strategy(tp=4, cp=2), "slow"),
     (dt.Strategy(pp=2, sharding=4, zero_stage=3, accumulate_steps=4), "slow"),
 ]  # fmt: skip
-CASES = [*ALWAYS, *part([*itertools.product(grid(), NETWORKS)], 4)]
+CASES = [*ALWAYS, *part([*itertools.product(grid(), NETWORKS)], 2)]
 
 
 @pytest.mark.parametrize(("strategy", "network"), CASES, ids=str)
