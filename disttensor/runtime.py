@@ -36,6 +36,7 @@ class Runtime:
     groups: dict[Any, Any] = field(default_factory=dict)  # torch's, by members and stream
     started: dict[Any, list[int]] = field(default_factory=dict)  # collectives so far, as groups
     calls: Counter[str] = field(default_factory=Counter)  # of groups, in debug mode
+    entries: Counter[Any] = field(default_factory=Counter)  # calls of shard_tensor, by line
     tags: dict[int, int] = field(default_factory=dict)  # transfers so far, by channel
     retired: int = 0  # channels of micro-batches whose run has failed
     meetings: int = 0  # calls of create_groups so far

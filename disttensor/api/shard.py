@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,12 +19,15 @@ from disttensor.checks import (
 )
 from disttensor.comm import collectives, compare_programs, objects
 from disttensor.comm.agree import agree
+from disttensor.comm.compare_values import compare_values, is_due
 from disttensor.comm.process_group import world
 from disttensor.core.init_mesh import mesh_of_all
 from disttensor.core.mesh import ProcessMesh, as_mesh
 from disttensor.core.placement import Placement
 from disttensor.core.spec import DistSpec, spec_of
+from disttensor.errors import user_place
 from disttensor.meta import execute
+from disttensor.runtime import current_runtime
 from disttensor.tensor.awaited import start_reshard
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.reshard import resharded, target
@@ -37,13 +41,15 @@ def shard_tensor(
     dims_mapping: Any = None,
     partial_status: Mapping[int, str] | None = None, dtype: torch.dtype | None = None,
     requires_grad: bool | None = None,
-    src_rank: int | None = None, check: bool = False,
+    src_rank: int | None = None, check: bool | None = None,
 ) -> DistTensor:  # fmt: skip
     """Returns ``data``, the global value on every rank, as a DistTensor: each rank keeps its piece.
 
     ``src_rank``: only the data of this global rank count and are sent to the others, so that ranks
     cannot differ (the others give a tensor of the same shape and dtype). ``check=True`` compares
-    the data of all ranks and names the ranks that differ. A leaf gives a leaf; data in a graph
+    the data of all ranks, on the ranks of the whole mesh, and names the ranks that differ; by
+    default the ranks of ``mesh`` compare some elements at the calls 1, 2, 4, 8, ... of a line, and
+    ``check=False`` compares nothing. A leaf gives a leaf; data in a graph
     stays in it. Without placements and dims_mapping it is replicated. A rank off the mesh gives
     data of the same shape and dtype, and keeps nothing of it. A tensor on the meta device gives
     pieces there (``module.to_empty(device=...)`` then makes memory). A DistTensor is resharded.
@@ -54,7 +60,8 @@ def shard_tensor(
     """
     mesh = as_mesh("shard_tensor: mesh", mesh)
     check_dtype("shard_tensor: dtype", dtype)
-    check_bool("shard_tensor: check", check)
+    if check is not None:
+        check_bool("shard_tensor: check", check)
     if src_rank is not None:
         check_int("shard_tensor: src_rank", src_rank)
     how = placements, dims_mapping, partial_status
@@ -95,6 +102,8 @@ def shard_tensor(
         value = collectives.broadcast(value, group.ranks.index(src_rank), group)
     elif check:
         _compare(value, root)
+    elif check is None and not value.is_meta and mesh.size > 1:
+        _compare_some(value, mesh)
     local = cross_mesh.run(value, spec.replicated(), spec)
     if not value.is_meta and (
         local.untyped_storage().nbytes() > local.nbytes
@@ -151,6 +160,14 @@ def _as_parameter(x: DistTensor, data: Any) -> Any:
     """Returns ``x``, as a Parameter if ``data`` is one."""
     is_param = isinstance(data, torch.nn.Parameter)
     return torch.nn.Parameter(x, x.requires_grad) if is_param else x
+
+
+def _compare_some(value: Tensor, mesh: ProcessMesh) -> None:
+    """Compares some elements of ``value`` at the calls 1, 2, 4, 8, ... of this line."""
+    calls, line = current_runtime().entries, (mesh, user_place(sys._getframe(1)))
+    calls[line] += 1
+    if is_due(calls[line]):
+        compare_values("shard_tensor", [value], mesh.group(tuple(range(mesh.ndim))))
 
 
 def _compare(value: Tensor, mesh: ProcessMesh) -> None:

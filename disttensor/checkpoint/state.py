@@ -183,7 +183,7 @@ def _like(now: Any) -> Target:
         if not isinstance(found, DistTensor) or found.shape != saved.shape:
             return _plain(path, saved)
         if not saved.is_meta:
-            return shard_tensor(saved, found.process_mesh, found.placements)
+            return shard_tensor(saved, found.process_mesh, found.placements, check=False)
         spec = spec_of_boxes(found.spec)
         return empty(*saved.shape, mesh=spec.mesh, placements=spec.placements, dtype=saved.dtype)
 
@@ -380,7 +380,7 @@ def _state_like(p: Tensor, now: Mapping[str, Any]) -> Target:
         if not isinstance(p, DistTensor) or (saved.numel() <= 1 and not alike):
             return _plain(path, saved).to("cpu" if saved.numel() <= 1 else p.device)
         if not saved.is_meta:
-            return shard_tensor(saved, p.process_mesh, p.placements)
+            return shard_tensor(saved, p.process_mesh, p.placements, check=False)
         if alike:
             return torch.empty_like(p, dtype=saved.dtype)
         return empty(*saved.shape, mesh=p.process_mesh, dtype=saved.dtype)

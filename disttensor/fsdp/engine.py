@@ -27,6 +27,7 @@ from disttensor.autograd.activation_checkpoint import current_run, recompute_aro
 from disttensor.autograd.joined_backward import run_after_backward, run_after_failure, this_backward
 from disttensor.autograd.split_backward import compute_weight_now
 from disttensor.comm import buffers
+from disttensor.comm.compare_values import compare_values, is_due
 from disttensor.comm.places import GradMemory
 from disttensor.fsdp import graph_hooks
 from disttensor.fsdp.backward import ReduceOrder
@@ -108,7 +109,8 @@ class Engine:
                 is_read = is_borrowed(segment.copied, module)
                 add(module.register_forward_pre_hook(begin, prepend=is_read))
                 add(module.register_forward_hook(end, always_call=True))
-        add(root.register_forward_pre_hook(self._root_begins, prepend=True))
+        begins = self._root_begins
+        add(root.register_forward_pre_hook(begins, prepend=True, with_kwargs=True))
         add(root.register_forward_hook(self._root_ends, always_call=True))
 
     def release(self) -> list[Segment]:
@@ -156,7 +158,7 @@ class Engine:
     # Forward --------------------------------------------------------------------------------------
 
     @outside_user_modes
-    def _root_begins(self, module: nn.Module, args: Any) -> None:
+    def _root_begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if current_backward() == -1:
             if self.all_calls or any(s.forward.running or s.is_visible for s in self.all):
                 self._drop_forwards(module)
@@ -164,8 +166,18 @@ class Engine:
             graph_hooks.forget()
             self.calls += 1
             self.epoch += 1
+            if is_due(self.epoch):
+                self._compare_arguments(module, args, kwargs)
             self.last_order, self.order = self.order or self.last_order, []
         self.all_calls += 1
+
+    def _compare_arguments(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Compares the regular tensors among the arguments, which count as global values."""
+        meshes = {p.sharded_param.spec.mesh for s in self.segments for p in s.params}
+        given = [x for x in find_tensors((args, kwargs)) if not isinstance(x, DistTensor)]
+        if given and len(meshes) == 1 and (mesh := meshes.pop()).size > 1:
+            group = mesh.group(tuple(range(mesh.ndim)))
+            compare_values(f"the call of {type(module).__name__}", given, group)
 
     @outside_user_modes
     def _module_begins(self, segment: Segment, is_read: bool, module: nn.Module, args: Any) -> None:

@@ -39,7 +39,7 @@ def test_ranks_that_wait_for_a_rank_whose_call_raised_name_it():
             elif name in OTHER:
                 assert status == 1, told
                 assert "in different collectives" in text and OTHER[name] in text, told
-                assert "all_reduce" in text and "survivors.py:" in text, told
+                assert text.count("survivors.py:") >= 2, told
             elif name == "two_reads-1":
                 assert status == 1 and "ranks read different values" in text, told
                 assert "survivors.py:" in text and "rank 1: f32[]" in text, told
