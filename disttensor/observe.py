@@ -66,6 +66,9 @@ class Observer:
     def write(self, x: Any, tracked: bool) -> None:
         """Sees a write to the DistTensor ``x``. ``tracked``: autograd has counted it."""
 
+    def compare_read(self) -> None:
+        """Sees that the ranks compare what they read, before the message."""
+
     def exchange_objects(self) -> None:
         """Sees that ranks exchange Python objects."""
 

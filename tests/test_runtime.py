@@ -196,6 +196,7 @@ for number, size in enumerate(sizes):
             place = f"tcp://127.0.0.1:{port}"
             dist.init_process_group("gloo", place, limit, world_size=size, rank=rank)
         mesh = dt.init_mesh((size,))
+        torch.manual_seed(0)
         net = dt.shard_module(torch.nn.Linear(4, 4), mesh)
         adam = torch.optim.Adam(net.parameters())
         for step in range(2):

@@ -18,25 +18,31 @@ import torch
 from disttensor.cache import cached
 from disttensor.comm import failure_watch
 from disttensor.comm.collective_call import call_error, call_options, wait
-from disttensor.comm.groups import Group, new_group
+from disttensor.comm.groups import Ended, Group
 from disttensor.comm.process_group import is_fake
 from disttensor.errors import MismatchError, Place, show_place, user_place
+from disttensor.observe import observers
 from disttensor.runtime import current_runtime
 from disttensor.torch_private import all_gather_single, object_device
 
 _PATIENCE = 4.0  # seconds for the other ranks to post their reads
 
 
-def compare_read(spec: Any, groups: list[Group]) -> None:
-    """Raises MismatchError, naming the ranks and their lines, if a rank of ``groups`` does not read
-    a tensor with ``spec`` at this line of the user's program."""
+def compare_read(spec: Any) -> None:
+    """Raises MismatchError, naming the ranks and their lines, if a rank that this one communicates
+    with does not read a tensor with ``spec`` at this line of the user's program."""
     if is_fake():
         return
+    for o in observers:
+        o.compare_read()
     number, words = _read(spec, user_place(sys._getframe(1)))
-    for group in groups:
+    for axis in sorted(spec.varies):
+        pg = spec.mesh.group((axis,)).pg
+        if isinstance(pg, Ended):
+            raise pg.error()
+        group = spec.mesh.group((axis,), "reads")  # its messages meet no others
         if group.size == 1:
             continue
-        group = new_group(group.ranks, group.axes, "reads")  # its messages meet no others
         mine = torch.tensor([number], device=object_device(group.pg))
         rows = mine.new_empty(group.size)
         try:

@@ -14,6 +14,7 @@ import torch
 
 from disttensor.comm.groups import Group
 from disttensor.comm.objects import gather_results
+from disttensor.comm.process_group import is_fake
 from disttensor.errors import MismatchError, user_line
 
 Tensor = torch.Tensor
@@ -29,6 +30,8 @@ def is_due(calls: int) -> bool:
 def compare_values(who: str, values: Sequence[Tensor], group: Group) -> None:
     """Raises MismatchError on all members if ``values``, regular tensors that count as global
     values, differ between them by shape, by dtype, or clearly by elements. Sends one message."""
+    if is_fake():
+        return
     mine = [_described(x) for x in values]
     everyone = gather_results(who, group, lambda: mine)
     first = everyone[0]

@@ -98,7 +98,8 @@ def _place(
                 plan[name] = [dim if a == split else Replicate() for a in range(mesh.ndim)]
     before = slots(module)
     if any(not isinstance(s.value, DistTensor) for s in before):
-        place(module, before, lambda x: None if id(x) in ignored else mesh, plan, None)
+        mesh_of: Any = lambda x: None if id(x) in ignored else mesh  # noqa: E731
+        place(module, before, mesh_of, plan, None, check=False)  # replicas are broadcast next
     made: dict[int, DistTensor] = {}
     placed = [s for s in slots(module) if isinstance(s.value, DistTensor)]
     mine = [s for s in placed if id(s.value) not in ignored and not has_own_operators(s.value)]

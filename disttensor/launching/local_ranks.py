@@ -179,9 +179,15 @@ def _go_on(self: pdb.Pdb, *args: object, **kwargs: object) -> None:
 class _Prompt(Observer):
     """Forbids communication at the prompt of a debugger, where the other ranks take no part."""
 
+    def compare_read(self) -> None:
+        self._refuse("a read of a value that is split or pending")
+
     def communicate(self, record: Any) -> None:
+        self._refuse(record.kind)
+
+    def _refuse(self, kind: str) -> None:
         raise DistTensorError(
-            f"{record.kind} at the debugger's prompt: only rank 0 is here, and the other ranks "
+            f"{kind} at the debugger's prompt: only rank 0 is here, and the other ranks "
             "wait elsewhere. Look at x or x.to_local(), which send nothing, or step over a line of "
             "the program that communicates (n)"
         )

@@ -91,11 +91,12 @@ def place(
     mesh_of: Callable[[torch.Tensor], ProcessMesh | None],
     plan: Mapping[Any, Sequence[Placement]] | None,
     init: Callable[[nn.Module], Any] | None,
+    check: bool | None = None,
 ) -> None:
     """Shards a module in which each tensor has its own mesh; tensors with None are left unchanged.
 
     ``before``: the slots before the call. A tensor that was replaced in one slot since then is
-    replaced in all its other slots too.
+    replaced in all its other slots too. ``check``: as in ``shard_tensor``.
     """
     chosen = _choose(module, mesh_of, plan)
     check_subclasses("shard_module", module, chosen, lambda value: mesh_of(value) is None)
@@ -115,7 +116,7 @@ def place(
             name, owner, table, key, value = slot
             mesh = _new_mesh(slot, mesh_of)
             if id(value) not in made and mesh is not None:
-                made[id(value)] = _place(value, mesh, chosen.get(name))
+                made[id(value)] = _place(value, mesh, chosen.get(name), check)
                 if value.is_meta:
                     fresh.add(owner)
             table[key] = made.get(id(value), value)
@@ -208,7 +209,10 @@ def children_first(module: nn.Module, seen: set[nn.Module] | None = None) -> Ite
     yield module
 
 
-def _place(value: torch.Tensor, mesh: ProcessMesh, placements: Sequence[Placement] | None) -> Any:
+def _place(
+    value: torch.Tensor, mesh: ProcessMesh, placements: Sequence[Placement] | None,
+    check: bool | None,
+) -> Any:  # fmt: skip
     layout = layout_of(placements or [Replicate()] * mesh.ndim, value.ndim, mesh.ndim)
     spec = DistSpec(mesh, layout, value.shape, value.dtype)
     if mesh.coordinate is None:
@@ -217,7 +221,8 @@ def _place(value: torch.Tensor, mesh: ProcessMesh, placements: Sequence[Placemen
         local = torch.empty(spec.local_shape, dtype=value.dtype, device=mesh.device)
         out = wrap(local.requires_grad_(value.requires_grad), spec)
     else:
-        out = shard_tensor(value.detach(), mesh, spec.placements, requires_grad=value.requires_grad)
+        data, grad = value.detach(), value.requires_grad
+        out = shard_tensor(data, mesh, spec.placements, requires_grad=grad, check=check)
     return as_parameter(out) if isinstance(value, nn.Parameter) else out
 
 

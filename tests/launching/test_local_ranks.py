@@ -239,7 +239,7 @@ def test_a_debugger_steps_through_the_first_rank(tmp_path: Path) -> None:
     assert prompts[1].startswith("Breakpoint 1") and prompts[2].endswith("-> y = x * 2")
     assert "rank 0: tensor([0, 1])" in prompts[3] and "total = y.sum()" in prompts[4]
     assert prompts[5] == "tensor([0, 2])"
-    assert "all_reduce at the debugger's prompt: only rank 0 is here" in prompts[6]
+    assert "pending at the debugger's prompt: only rank 0 is here" in prompts[6]
     assert 'print("total", total)' in prompts[7] and prompts[8].startswith("total 30")
     assert prompts[9] == "30" and prompts[10].startswith("Breakpoint 2")
     assert '-> print("after")' in prompts[11] and prompts[12] == "after"
