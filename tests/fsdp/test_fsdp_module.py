@@ -148,6 +148,7 @@ def test_methods_of_torch_change_what_is_sent_and_no_value() -> None:
         last[0]: (lambda model, i: getattr(model, last[0])(i % 2 == 1), (4, 3)),
         last[1]: (lambda model, i: getattr(model, last[1])(i % 2 == 1), (4, 7)),
         last[2]: (lambda model, i: getattr(model, last[2])(i % 2 == 1), (4, 7)),
+        "never": (lambda model, i: getattr(model, last[0])(False), (4, 3)),
         "after forward": (lambda model, i: model.set_reshard_after_forward(False), (4, 4)),
         "root after forward": (lambda model, i: model.set_reshard_after_forward(True), (4, 8)),
         "after backward": (lambda model, i: model.set_reshard_after_backward(False), (4, 7)),
@@ -179,6 +180,27 @@ def test_methods_of_torch_change_what_is_sent_and_no_value() -> None:
         train(model, split(ROWS, line()), partial(method, model))
         same(model, expected, name)
     assert gather.calls and scatter.calls
+
+
+@on_ranks(2)
+def test_modules_are_gathered_ahead_as_was_set() -> None:
+    """Which segments are gathered when the first layer has run, and when the last one's backward
+    has: by default none in the first forward, and one in a backward."""
+    for is_set in (False, True):
+        model = nested(net(), line())
+        layers, seen = list(model.inner), []
+        segments = [vars(m)["_segments"][0] for m in layers]
+
+        def look(*_: Any, segments: Any = segments, seen: Any = seen) -> None:
+            seen.append([s.state.name != "SHARDED" for s in segments])
+
+        if is_set:
+            layers[0].set_modules_to_forward_prefetch(layers[1:])
+            layers[2].set_modules_to_backward_prefetch([layers[1], layers[0]])
+        layers[0].register_forward_hook(look)
+        layers[1].register_forward_hook(lambda m, a, out, f=look: out.register_hook(f) and None)
+        model(split(ROWS[:1], line())[0]).sum().backward()
+        assert [seen[0][1:], seen[1][:2]] == [[is_set, is_set], [is_set, True]], seen
 
 
 @on_ranks(4)
@@ -220,8 +242,9 @@ def test_gradients_are_divided_as_by_torch() -> None:
                 for graph in (False, True):
                     model = nested(net(), line(), kinds, root)
                     x = dt.shard_tensor(whole, line(), [how])
-                    model(x).sum().backward()  # before the first call
-                    model.zero_grad()
+                    if graph:  # else the leaves are made after the call
+                        model(x).sum().backward()
+                        model.zero_grad()
                     for module in [m for m in (model.inner[1], model) if vars(m).get("_segments")]:
                         module.set_gradient_divide_factor(2.0)
                         module.set_gradient_divide_factor(factor)
