@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._functorch import eager_transforms
 from torch._functorch import vmap as vmap_module
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms
@@ -634,3 +635,9 @@ foreach_types: tuple[list[type], ...] = tuple(
     need("for functions on lists of DistTensors", owner, "_foreach_supported_types")
     for owner in (optimizer, _foreach_utils)
 )
+
+
+def has_data(x: torch.Tensor) -> bool:
+    """Returns False for a tensor that a tracer or a transform of torch.func has wrapped."""
+    plain = type(x) in (torch.Tensor, torch.nn.Parameter)
+    return plain and not (is_functorch_wrapped_tensor(x) or torch._is_functional_tensor(x))

@@ -175,3 +175,10 @@ def test_a_missing_device_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match="torch finds no CUDA device"):
         init_mesh((1,), device_type="cuda")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@on_ranks(2)
+def test_cuda_without_a_device_is_refused_also_in_a_world_that_exists():
+    with pytest.raises(RuntimeError, match="torch finds no CUDA device"):
+        init_mesh((2,), device_type="cuda")

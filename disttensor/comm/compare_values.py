@@ -16,9 +16,9 @@ from disttensor.comm.groups import Group
 from disttensor.comm.objects import gather_results
 from disttensor.comm.process_group import is_fake
 from disttensor.errors import MismatchError, user_line
+from disttensor.torch_private import has_data
 
 Tensor = torch.Tensor
-_SAMPLE = 64  # elements of a tensor that are compared
 _TOLERANCE = 1e-2  # relative: ranks may compute one value with other roundings
 
 
@@ -27,27 +27,35 @@ def is_due(calls: int) -> bool:
     return not calls & (calls - 1)
 
 
+Sample = tuple[str, list[float]]  # of a tensor: shape and dtype, some elements
+
+
+def are_alike(one: Sequence[Sample], other: Sequence[Sample]) -> bool:
+    """Returns True if the tensors of two ranks differ by roundings at most."""
+    kinds = [kind for kind, _ in one] == [kind for kind, _ in other]
+    return kinds and all(_are_close(a, b) for (_, a), (_, b) in zip(one, other, strict=True))
+
+
 def compare_values(who: str, values: Sequence[Tensor], group: Group) -> None:
     """Raises MismatchError on all members if ``values``, regular tensors that count as global
     values, differ between them by shape, by dtype, or clearly by elements. Sends one message."""
     if is_fake():
         return
-    mine = [_described(x) for x in values]
+    mine = [sample(x, 64) for x in values]
     everyone = gather_results(who, group, lambda: mine)
     first = everyone[0]
     for rank, theirs in zip(group.ranks, everyone, strict=True):
-        if len(theirs) != len(first):
-            _raise(who, group.ranks[0], f"{len(first)} tensors", rank, f"{len(theirs)} tensors")
-        for (kind, a), (other, b) in zip(first, theirs, strict=True):
-            if kind != other or not _are_close(a, b):
-                same = kind == other
-                _raise(who, group.ranks[0], _text(kind, a, same), rank, _text(other, b, same))
+        if not are_alike(first, theirs):
+            pairs = zip(first, theirs, strict=False)
+            one, other = next((p for p in pairs if not are_alike(p[:1], p[1:])), (None, None))
+            same = one is not None and other is not None and one[0] == other[0]
+            _raise(who, group.ranks[0], _text(one, same), rank, _text(other, same))
 
 
-def _described(x: Tensor) -> tuple[str, list[float]]:
-    """Returns shape and dtype, and some elements from the first to the last."""
-    kind, count = f"{list(x.shape)} {x.dtype}", min(x.numel(), _SAMPLE)
-    if not count or x.is_meta:
+def sample(x: Tensor, most: int) -> Sample:
+    """Returns shape and dtype, and at most ``most`` elements from the first to the last."""
+    kind, count = f"{list(x.shape)} {x.dtype}", min(x.numel(), most)
+    if not count or x.is_meta or not has_data(x):
         return kind, []
     x = x.detach()
     x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
@@ -62,9 +70,11 @@ def _are_close(one: Sequence[float], other: Sequence[float]) -> bool:
     return torch.allclose(a, b, _TOLERANCE, _TOLERANCE * bound, equal_nan=True)
 
 
-def _text(kind: str, values: Sequence[float], same: bool) -> str:
-    shown = ", ".join(f"{v:.4g}" for v in values[:3])
-    return f"[{shown}, ...] in {kind}" if same and values else kind
+def _text(x: Sample | None, same: bool) -> str:
+    if x is None:
+        return "one of another number of tensors"
+    shown = ", ".join(f"{v:.4g}" for v in x[1][:3])
+    return f"[{shown}, ...] in {x[0]}" if same else x[0]
 
 
 def _raise(who: str, first: int, one: str, rank: int, other: str) -> Any:

@@ -87,7 +87,12 @@ def join_world(
 ) -> None:
     """Starts the default process group unless it exists: from torchrun's environment, or as a world
     of one. Raises ValueError if it exists with another backend or timeout."""
-    default = default_group()
+    default, cuda = default_group(), device_type == "cuda"
+    if cuda and not torch.cuda.is_available() and (default is None or not is_fake()):
+        raise RuntimeError(
+            'init_mesh: device_type="cuda": torch finds no CUDA device. Install a build of '
+            'torch with CUDA and check nvidia-smi, or use device_type="cpu"'
+        )
     if default is not None:
         limit = timeout_of(default)
         has = limit and limit.total_seconds()
@@ -110,13 +115,7 @@ def join_world(
         )
     if there:
         _check_rank()
-    cuda = device_type == "cuda"
     if cuda:
-        if not torch.cuda.is_available():
-            raise RuntimeError(
-                'init_mesh: device_type="cuda": torch finds no CUDA device. Install a build of '
-                'torch with CUDA and check nvidia-smi, or use device_type="cpu"'
-            )
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend = backend or ("cpu:gloo,cuda:nccl" if cuda else "gloo")
     limit = timedelta(seconds=timeout)

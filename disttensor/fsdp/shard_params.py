@@ -99,7 +99,7 @@ def _place(
     before = slots(module)
     if any(not isinstance(s.value, DistTensor) for s in before):
         mesh_of: Any = lambda x: None if id(x) in ignored else mesh  # noqa: E731
-        place(module, before, mesh_of, plan, None, check=False)  # replicas are broadcast next
+        place(module, before, mesh_of, plan, None, one_value=False)  # replicas are broadcast next
     made: dict[int, DistTensor] = {}
     placed = [s for s in slots(module) if isinstance(s.value, DistTensor)]
     mine = [s for s in placed if id(s.value) not in ignored and not has_own_operators(s.value)]

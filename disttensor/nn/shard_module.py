@@ -12,6 +12,7 @@ from torch import nn
 
 from disttensor.api.shard import shard_tensor
 from disttensor.checks import check_callable, check_type, has_own_operators
+from disttensor.comm import collectives
 from disttensor.core.layout import layout_of
 from disttensor.core.mesh import ProcessMesh, as_mesh
 from disttensor.core.placement import Placement, Replicate
@@ -44,7 +45,8 @@ def shard_module(
     torch's ``parallelize_module`` (``ColwiseParallel()``), which splits over the axis ``"tp"`` or
     the only axis. The first matching entry is used, exact names before patterns. Or ``plan`` is a
     function (name, module, mesh) that is called for each submodule and shards its tensors with
-    ``shard_tensor``. Tensors that no entry names are replicated, and so is a 0-d tensor
+    ``shard_tensor``. Where ranks have other values (of another seed), all take those of the first
+    rank of the mesh. Tensors that no entry names are replicated, and so is a 0-d tensor
     (``num_batches_tracked``) if its entry matches other tensors too. Tied parameters stay tied. On
     a rank off the mesh, parameters and buffers are metadata only. Tensors on the meta device are
     materialized shard by shard, inner modules first, and have the same bits as in one process.
@@ -91,12 +93,13 @@ def place(
     mesh_of: Callable[[torch.Tensor], ProcessMesh | None],
     plan: Mapping[Any, Sequence[Placement]] | None,
     init: Callable[[nn.Module], Any] | None,
-    check: bool | None = None,
+    one_value: bool = True,
 ) -> None:
     """Shards a module in which each tensor has its own mesh; tensors with None are left unchanged.
 
     ``before``: the slots before the call. A tensor that was replaced in one slot since then is
-    replaced in all its other slots too. ``check``: as in ``shard_tensor``.
+    replaced in all its other slots too. ``one_value``: where ranks have other values, as of another
+    seed, all take those of the first rank of the mesh.
     """
     chosen = _choose(module, mesh_of, plan)
     check_subclasses("shard_module", module, chosen, lambda value: mesh_of(value) is None)
@@ -109,14 +112,15 @@ def place(
         if now is not slot.value and isinstance(now, DistTensor):
             made[id(slot.value)] = now
     fresh: set[nn.Module] = set()
-    agree_on_hooks("shard_module", ((s.name, s.value, _new_mesh(s, mesh_of)) for s in before))
+    placed = [(s.name, s.value, _new_mesh(s, mesh_of)) for s in before]
+    differing = agree_on_hooks("shard_module", placed, values=one_value)
     places = slots(module)
     with bar("placing", len(places), "tensors") as advance:
         for slot in places:
             name, owner, table, key, value = slot
             mesh = _new_mesh(slot, mesh_of)
             if id(value) not in made and mesh is not None:
-                made[id(value)] = _place(value, mesh, chosen.get(name), check)
+                made[id(value)] = _place(value, mesh, chosen.get(name), mesh in differing)
                 if value.is_meta:
                     fresh.add(owner)
             table[key] = made.get(id(value), value)
@@ -211,7 +215,7 @@ def children_first(module: nn.Module, seen: set[nn.Module] | None = None) -> Ite
 
 def _place(
     value: torch.Tensor, mesh: ProcessMesh, placements: Sequence[Placement] | None,
-    check: bool | None,
+    broadcast: bool,
 ) -> Any:  # fmt: skip
     layout = layout_of(placements or [Replicate()] * mesh.ndim, value.ndim, mesh.ndim)
     spec = DistSpec(mesh, layout, value.shape, value.dtype)
@@ -222,7 +226,9 @@ def _place(
         out = wrap(local.requires_grad_(value.requires_grad), spec)
     else:
         data, grad = value.detach(), value.requires_grad
-        out = shard_tensor(data, mesh, spec.placements, requires_grad=grad, check=check)
+        if broadcast:
+            data = collectives.broadcast(data.to(mesh.device), 0, mesh.group((*range(mesh.ndim),)))
+        out = shard_tensor(data, mesh, spec.placements, requires_grad=grad, check=False)
     return as_parameter(out) if isinstance(value, nn.Parameter) else out
 
 

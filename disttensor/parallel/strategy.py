@@ -22,6 +22,7 @@ from disttensor.fsdp.fully_shard import shard_data_parallel
 from disttensor.fsdp.mixed_precision import check_dtypes
 from disttensor.fsdp.segment_policy import SegmentPolicy, Segments, segments_of
 from disttensor.fsdp.shard_arguments import check_hooks
+from disttensor.nn.names import close_to
 from disttensor.nn.parameters import slots
 from disttensor.nn.shard_module import check_module, check_plan, shard_module
 from disttensor.optim.grad_scaler import shard_scaler
@@ -37,6 +38,7 @@ from disttensor.pipeline.schedule import route
 from disttensor.pipeline.schedules import NAMES as SCHEDULES
 from ops.nn.attention_policy import POLICIES, policy
 
+_OTHER_NAMES = {"fsdp": "sharding", "hsdp": "sharding", "ddp": "dp", "zero": "zero_stage"}
 AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -105,6 +107,15 @@ class Strategy:
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     device_type: str | None = None
+
+    def __new__(cls, *_: Any, **given: Any) -> Strategy:
+        names = list(cls.__dataclass_fields__)
+        for name in given:
+            if name not in names:
+                meant = _OTHER_NAMES.get(name) or next(iter(close_to(name, names, 1)), None)
+                why = f"; did you mean {meant!r}?" if meant else ""
+                raise TypeError(f"Strategy: no argument {name!r}{why} The arguments are {names}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for axis in AXES:

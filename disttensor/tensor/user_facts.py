@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 from disttensor.comm.agree import agree
+from disttensor.comm.compare_values import Sample, are_alike, sample
+from disttensor.comm.process_group import is_fake
 from disttensor.core.mesh import ProcessMesh
 from disttensor.errors import user_place
 from disttensor.tensor.base import MeshTensor
@@ -55,18 +57,30 @@ def hooks_of(x: Any) -> tuple[Hooks, Hooks]:
     return first, second
 
 
-def agree_on_hooks(who: str, placed: Iterable[tuple[str, Tensor, ProcessMesh | None]]) -> None:
+def agree_on_hooks(
+    who: str, placed: Iterable[tuple[str, Tensor, ProcessMesh | None]], values: bool = False
+) -> list[ProcessMesh]:
     """Compares which of the tensors (name, tensor, its new mesh) have hooks: a hook makes its rank
     reduce. Every rank of a mesh sends one message for the mesh, whatever hooks it has. Raises
-    MismatchError on all of them if a hook is on some ranks only."""
-    hooked: dict[ProcessMesh, list[str]] = {}
+    MismatchError on all of them if a hook is on some ranks only. Returns the meshes whose ranks
+    have other ``values``, if these are compared."""
+    hooked: dict[ProcessMesh, tuple[list[str], list[Sample]]] = {}
     for name, x, mesh in placed:
         if mesh is not None and mesh.coordinate is not None and mesh.size > 1:
-            names = hooked.setdefault(mesh, [])
+            names, samples = hooked.setdefault(mesh, ([], []))
             if x.is_leaf and any(hooks_of(x)):
                 names.append(name)
-    for mesh, names in hooked.items():
-        agree(who, mesh.group(tuple(range(mesh.ndim))), hooks=f"hooks of {names}")
+            if values and not isinstance(x, MeshTensor) and not is_fake():
+                samples.append(sample(x, 8))
+    differing = []
+    for mesh, (names, samples) in hooked.items():
+        group = mesh.group(tuple(range(mesh.ndim)))
+        tensors = ", ".join(kind for kind, _ in samples)
+        facts = {"hooks": f"hooks of {names}", "tensors": f"the tensors {tensors}"}
+        first, *others = agree(who, group, samples, **facts)
+        if not all(are_alike(first, theirs) for theirs in others):
+            differing.append(mesh)
+    return differing
 
 
 def carry_over(old: Any, new: MeshTensor, what: str) -> None:

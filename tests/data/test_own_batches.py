@@ -84,10 +84,14 @@ def test_a_loop_of_ddp_does_not_train_replicas_apart(way: str, kind: str) -> Non
 
 
 @on_ranks(2)
-def test_a_model_of_another_seed_is_an_error() -> None:
-    with pytest.raises(MismatchError, match="seed all ranks alike"):
-        dt.shard_module(model(rank()), line(), {"0.*": [S0]})
-    dt.shard_module(model(), line(), {"0.*": [S0]})
+def test_a_model_of_another_seed_takes_the_values_of_the_first_rank() -> None:
+    for seed in (rank(), 0):
+        net = dt.shard_module(model(seed), line(), {"0.*": [S0]})
+        for p, q in zip(net.parameters(), model(0).parameters(), strict=True):
+            torch.testing.assert_close(p.full_tensor(), q)
+            assert p.is_leaf and p.requires_grad
+    with pytest.raises(MismatchError, match="tensors differs between"):
+        dt.shard_module(nn.Linear(4, 2 + rank()), line())
 
 
 @on_ranks(2)

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import disttensor as dt
-from tests.support.oracle import randn
 from tests.support.pool import on_ranks
 from tests.support.training import full
 

@@ -838,3 +838,11 @@ def test_the_schedule_says_how_often_stages_are_visited():
         assert [p.process_mesh.ranks for p in model.parameters()][::2] == [(0,), (1,), (1,), (0,)]
     with pytest.raises(ValueError, match="schedule='x': it is one of 'gpipe', '1f1b'"):
         Strategy(schedule="x")
+
+
+@pytest.mark.parametrize(
+    "name, meant", [("fsdp", "sharding"), ("ddp", "dp"), ("recomput", "recompute")]
+)
+def test_an_unknown_argument_is_answered_with_the_one_that_is_meant(name, meant):
+    with pytest.raises(TypeError, match=rf"no argument '{name}'; did you mean '{meant}'\?"):
+        Strategy(**{name: 2})
