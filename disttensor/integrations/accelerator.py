@@ -44,14 +44,15 @@ def shard_accelerator(
 
     The Accelerator is made and used inside ``dt.integrations.one_process()``, on all ranks, with
     batches of the global size, which a prepared model splits. ``save_state``, ``load_state``,
-    ``save_model`` and ``get_state_dict`` use full values. The first rank has and writes these
-    values; all ranks make the calls.
+    ``save_model`` and ``get_state_dict`` use full values, also of registered objects. The first
+    rank has and writes these values; all ranks make the calls. Hooks of ``save_state`` run on all
+    ranks as on the main process.
 
     Args:
         accelerator: an accelerate.Accelerator.
         strategy: how the processes are divided. The Accelerator sets ``accumulate_steps``.
         plan: as for ``Strategy.apply``. None: with ``tp``, the model's own plan, else
-            ``dt.plans.megatron``.
+            ``dt.plans.megatron``. With several models, a function or None.
         layers: as for ``Strategy.apply``. None: with ``pp``, the model's pipeline plan.
 
     Returns:
