@@ -26,8 +26,13 @@ from disttensor.comm.objects import gather_objects, run_on_all_ranks
 from disttensor.comm.process_group import environment_set, join_world, world
 from disttensor.core.mesh import check_device_type
 from disttensor.patches.change import Undo, once_imported
+from disttensor.pytree import substitute
 from disttensor.tensor.copies import PICKLES
+from disttensor.tensor.dist_tensor import DistTensor
+from disttensor.tensor.values import broadcast_value
 from disttensor.torch_private import hide_world
+
+Tensor = torch.Tensor
 
 # Variables with ranks and sizes, set by torchrun, Slurm, Open MPI, MPICH, Intel MPI, MVAPICH. The
 # other variables of torchrun stay: disttensor reads them when it creates groups.
@@ -96,6 +101,7 @@ def one_process(device_type: str | None = None) -> Iterator[Process]:
         around.enter_context(set_during(PICKLES, "full"))
         around.callback(once_imported("accelerate.state", partial(_accelerate, first)))
         around.callback(once_imported("accelerate.utils.operations", _broadcasts))
+        around.callback(once_imported("safetensors.torch", _safetensors))
         around.callback(
             once_imported("transformers.training_args", partial(_main_process_first, first))
         )
@@ -193,6 +199,24 @@ def _broadcasts(module: Any) -> Undo:
 
     exchange(before, broadcast)
     return partial(exchange, broadcast, before)
+
+
+def _safetensors(module: Any) -> Undo:
+    """Makes safetensors write the full values where all ranks make the same files."""
+    name = "_flatten_as_ptr" if hasattr(module, "_flatten_as_ptr") else "_flatten"
+    before = getattr(module, name)
+
+    def full(x: Tensor) -> Tensor:
+        value = broadcast_value(x).cpu()
+        return value if world()[0] == 0 else value.new_empty(0)
+
+    @wraps(before)
+    def flatten(tensors: Any, *args: Any) -> Any:
+        is_gathered = PICKLES.get() == "gather"
+        return before(substitute(tensors, full, DistTensor) if is_gathered else tensors, *args)
+
+    setattr(module, name, flatten)
+    return partial(setattr, module, name, before)
 
 
 def _no_bars(tqdm: Any) -> Undo:

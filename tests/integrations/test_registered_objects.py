@@ -54,6 +54,7 @@ class Average:
 
 def averaged(degrees: dict[str, int] | None, folder: Path) -> Any:
     """Returns losses around ``load_state``, the averages, and what the files of ``folder`` hold."""
+    import safetensors.torch
     from accelerate import Accelerator
     from accelerate.utils import ProjectConfiguration
 
@@ -75,6 +76,8 @@ def averaged(degrees: dict[str, int] | None, folder: Path) -> Any:
                 average.save(os.path.join(output, "average.pt"))
                 kept = {"model": models[0].state_dict(), "optimizer": optimizer.state_dict()}
                 torch.save(kept, os.path.join(output, "hook.pt"))
+                path = os.path.join(output, "hook.safetensors")
+                safetensors.torch.save_file(models[0].state_dict(), path)
 
         accelerator.register_save_state_pre_hook(hook)
 
@@ -94,14 +97,13 @@ def averaged(degrees: dict[str, int] | None, folder: Path) -> Any:
         accelerator.save(model.state_dict(), folder / "saved.safetensors", safe_serialization=True)
         accelerator.wait_for_everyone()
         means = [dt.broadcast_value(mean).tolist() for mean in average.shadow]
-    from safetensors.torch import load_file
-
     files = {path.name: path for path in folder.rglob("*") if path.suffix in (".pt", ".pkl")}
     states = torch.load(files["average.pt"]), torch.load(files["hook.pt"])
     custom = torch.load(files["custom_checkpoint_0.pkl"])
     held = [*states[0].values(), *states[1]["model"].values(), *custom["shadow"]]
     held += [state["exp_avg"] for state in states[1]["optimizer"]["state"].values()]
-    held += load_file(folder / "saved.safetensors").values()
+    for path in (folder / "saved.safetensors", *folder.rglob("hook.safetensors")):
+        held += safetensors.torch.load_file(path).values()
     assert all(type(value) is torch.Tensor for value in held)
     return losses, sorted(files), means, [value.tolist() for value in held]
 
