@@ -213,17 +213,17 @@ def test_recompute_draws_what_the_forward_drew_beside_it():
 
 @on_ranks(2)
 def test_second_derivatives():
-    def penalty(args: list[Any], number: int, power: int) -> Any:
+    def penalty(args: list[Any], number: int, loss: Any) -> Any:
         y = mixture(*args)
-        (grad,) = torch.autograd.grad((y**power).sum(), args[number], create_graph=True)
+        (grad,) = torch.autograd.grad(loss(y).sum(), args[number], create_graph=True)
         grad.square().sum().backward()
 
     for choice in ("any", "a rank has none"):
         args = inputs(CHOICES[choice])
-        for number, power in itertools.product((0, 2, 3, 4), (1, 2)):
+        for number, loss in itertools.product((0, 2, 3, 4), (torch.square, torch.clone)):
             plain, mine = leaves(args), leaves(args, line(), EP)
-            penalty(plain, number, power)
-            penalty(mine, number, power)
+            penalty(plain, number, loss)
+            penalty(mine, number, loss)
             for a, b in zip(mine, plain, strict=True):
                 if b.grad is not None:
                     torch.testing.assert_close(a.grad.full_tensor(), b.grad, rtol=1e-9, atol=1e-9)
