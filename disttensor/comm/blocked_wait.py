@@ -80,7 +80,7 @@ class BlockedWait:
     def _blocks(self, theirs: _Post) -> bool:
         mine, own, other = self.post, self.post.communicator(), theirs.communicator()
         if own == other:
-            return theirs.words != mine.words
+            return theirs.number == mine.number and theirs.words != mine.words
         needed = self.watcher.rank in theirs.ranks
         begun = mine.started.get(other, 0) >= theirs.number
         return needed and not begun and theirs.started.get(own, 0) < mine.number
