@@ -483,7 +483,7 @@ BAD: dict[str, dict[str, str]] = {
     "dt.shard_tensor(t,grid(),(S0,R))": {
         "data": "None 'abc' [[1],[1,2]]", "mesh": f"None {MESH}", "placements": PLACED,
         "dims_mapping": MAPPING, "partial_status": PARTIAL, "dtype": DTYPE,
-        "requires_grad": FLAGS, "src_rank": "7 -1 '0' True 0.5", "check": f"None {FLAGS}"},
+        "requires_grad": FLAGS, "src_rank": "7 -1 '0' True 0.5", "check": FLAGS},
     "dt.simulate.simulate(step,8)": {
         "build": FUNCTION, "world": COUNT, "ranks": "3 [8] ['0'] []", "device": "None 'h100' 3",
         "network": "None 8 'x'", "values": "'x' None"},

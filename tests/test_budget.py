@@ -44,7 +44,7 @@ LINES = {
     "nn": 895,
     "ops": 9_089,
     "optim": 447,
-    "parallel": 856,
+    "parallel": 867,
     "patches": 1_470,
     "pieces": 624,
     "pipeline": 3_288,

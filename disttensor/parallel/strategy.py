@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
@@ -107,15 +108,6 @@ class Strategy:
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     device_type: str | None = None
-
-    def __new__(cls, *_: Any, **given: Any) -> Strategy:
-        names = list(cls.__dataclass_fields__)
-        for name in given:
-            if name not in names:
-                meant = _OTHER_NAMES.get(name) or next(iter(close_to(name, names, 1)), None)
-                why = f"; did you mean {meant!r}?" if meant else ""
-                raise TypeError(f"Strategy: no argument {name!r}{why} The arguments are {names}")
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -394,3 +386,22 @@ def _names(field: str, value: Any) -> tuple[str, ...]:
     for name in names:
         check_type(f"Strategy: {field}: entry", name, str, "the name of a module")
     return names
+
+
+def _check_names(init: Callable[..., None]) -> Callable[..., None]:
+    """Returns ``init`` with an error for an unknown argument that names the one that is meant."""
+    names = list(Strategy.__dataclass_fields__)
+
+    @wraps(init)
+    def checked(self: Strategy, *args: Any, **given: Any) -> None:
+        for name in given:
+            if name not in names:
+                meant = _OTHER_NAMES.get(name) or next(iter(close_to(name, names, 1)), None)
+                why = f"; did you mean {meant!r}?" if meant else "."
+                raise TypeError(f"Strategy: no argument {name!r}{why} The arguments are {names}")
+        init(self, *args, **given)
+
+    return checked
+
+
+Strategy.__init__ = _check_names(Strategy.__init__)  # type: ignore[method-assign]
