@@ -109,14 +109,14 @@ def shard_data_parallel(
     specs = check_arguments(
         module, mesh, shard_axis, replicate_axis, stage, segments, prefetch, ignored
     )
-    if shard_axis is not None or any(policy.param_dtype for policy in policies.of.values()):
-        check_hooks("shard_data_parallel", module, mesh, ignored)
     if offload and any(m.device_type != "cpu" for m in meshes_of(module, mesh, ignored)):
         raise NotImplementedError(
             "shard_data_parallel(offload=True): shards in the memory of the host, with a mesh of "
             "accelerators, are not implemented; on a CPU mesh they are there already"
         )
     dims = shard_dims(module, shard_placement_fn, shard_axis, ignored)
+    if shard_axis is not None or any(policy.param_dtype for policy in policies.of.values()):
+        check_hooks("shard_data_parallel", module, mesh, ignored)
     names = {id(p): name for name, p in module.named_parameters()}
     owned = [p for p in module.parameters() if id(p) not in ignored]
     split = {names[id(p)] for p in owned if split_by(p, shard_axis, mesh)}
