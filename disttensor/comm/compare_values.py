@@ -7,6 +7,7 @@ calls 1, 2, 4, 8, ... of each line: the numbers of calls are equal on all ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,8 +33,10 @@ Sample = tuple[str, list[float]]  # of a tensor: shape and dtype, some elements
 
 def are_alike(one: Sequence[Sample], other: Sequence[Sample]) -> bool:
     """Returns True if the tensors of two ranks differ by roundings at most."""
-    kinds = [kind for kind, _ in one] == [kind for kind, _ in other]
-    return kinds and all(_are_close(a, b) for (_, a), (_, b) in zip(one, other, strict=True))
+    if [kind for kind, _ in one] != [kind for kind, _ in other]:
+        return False
+    pairs = zip(one, other, strict=True)
+    return all(a == b or ("int" not in kind and _are_close(a, b)) for (kind, a), (_, b) in pairs)
 
 
 def compare_values(who: str, values: Sequence[Tensor], group: Group) -> None:
@@ -60,14 +63,17 @@ def sample(x: Tensor, most: int) -> Sample:
     x = x.detach()
     x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
     flat = x.reshape(-1)
-    places = torch.linspace(0, flat.numel() - 1, count, dtype=torch.float64).long()
+    last = flat.numel() - 1
+    places = torch.linspace(0, last, count, dtype=torch.float64, device="cpu").long()
     return kind, flat[places.to(flat.device)].double().tolist()
 
 
 def _are_close(one: Sequence[float], other: Sequence[float]) -> bool:
-    a, b = torch.tensor([*one]), torch.tensor([*other])
-    bound = a.abs().nan_to_num(0.0, 0.0, 0.0).amax().item() if len(one) else 0.0
-    return torch.allclose(a, b, _TOLERANCE, _TOLERANCE * bound, equal_nan=True)
+    bound = _TOLERANCE * max((abs(v) for v in one if math.isfinite(v)), default=0.0)
+    return all(
+        a == b or (a != a and b != b) or math.isclose(a, b, rel_tol=_TOLERANCE, abs_tol=bound)
+        for a, b in zip(one, other, strict=True)
+    )
 
 
 def _text(x: Sample | None, same: bool) -> str:
