@@ -25,7 +25,7 @@ from disttensor.core.init_mesh import mesh_of_all
 from disttensor.core.mesh import ProcessMesh, as_mesh
 from disttensor.core.placement import Placement
 from disttensor.core.spec import DistSpec, spec_of
-from disttensor.errors import user_place
+from disttensor.errors import MismatchError, user_place
 from disttensor.meta import execute
 from disttensor.runtime import current_runtime
 from disttensor.tensor.awaited import start_reshard
@@ -167,7 +167,9 @@ def _compare_some(value: Tensor, mesh: ProcessMesh) -> None:
     calls, line = current_runtime().entries, (mesh.ranks, user_place(sys._getframe(1)))
     calls[line] += 1
     if is_due(calls[line]):
-        compare_values("shard_tensor", [value], mesh.group(tuple(range(mesh.ndim))))
+        text = compare_values("shard_tensor", [value], mesh.group(tuple(range(mesh.ndim))))[0]
+        if text:
+            raise MismatchError(text)
 
 
 def _compare(value: Tensor, mesh: ProcessMesh) -> None:

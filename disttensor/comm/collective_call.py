@@ -62,10 +62,11 @@ def call_error(kind: str, group: Group, error: Exception) -> Exception:
 
 def run(
     kind: str, group: Group, sent: Tensor, share: float, fn: Any, args: tuple[Any, ...],
-    finish: Callable[[], T], op: str = "",
+    finish: Callable[[], T], op: str = "", seen: bool = True,
 ) -> T:  # fmt: skip
-    """Records a collective, runs it to its end, and returns the result of ``finish``."""
-    if observers or compare_collectives.enabled:
+    """Records a collective, if it is ``seen``, runs it to its end, and returns the result of
+    ``finish``."""
+    if seen and (observers or compare_collectives.enabled):
         _announce(kind, group, sent, share, op, False)
     try:
         work = fn(*args)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -17,7 +16,7 @@ from disttensor.comm.groups import Group
 from disttensor.comm.objects import gather_results
 from disttensor.comm.process_group import is_fake
 from disttensor.errors import MismatchError, user_line
-from disttensor.torch_private import has_data
+from disttensor.torch_private import has_data, storage_id
 
 Tensor = torch.Tensor
 _TOLERANCE = 1e-2  # relative: ranks may compute one value with other roundings
@@ -39,20 +38,23 @@ def are_alike(one: Sequence[Sample], other: Sequence[Sample]) -> bool:
     return all(a == b or ("int" not in kind and _are_close(a, b)) for (kind, a), (_, b) in pairs)
 
 
-def compare_values(who: str, values: Sequence[Tensor], group: Group) -> None:
-    """Raises MismatchError on all members if ``values``, regular tensors that count as global
-    values, differ between them by shape, by dtype, or clearly by elements. Sends one message."""
+def compare_values(who: str, values: Sequence[Tensor], group: Group) -> list[str]:
+    """Returns an error for each of ``values``, regular tensors that count as global values: "" if
+    the members have the same, else how they differ by shape, by dtype, or clearly by elements.
+    Sends one message, which observers do not see."""
     if is_fake():
-        return
+        return [""] * len(values)
     mine = [sample(x, 64) for x in values]
-    everyone = gather_results(who, group, lambda: mine)
-    first = everyone[0]
+    everyone = gather_results(who, group, lambda: mine, seen=False)
+    first, texts = everyone[0], [""] * len(values)
     for rank, theirs in zip(group.ranks, everyone, strict=True):
-        if not are_alike(first, theirs):
-            pairs = zip(first, theirs, strict=False)
-            one, other = next((p for p in pairs if not are_alike(p[:1], p[1:])), (None, None))
-            same = one is not None and other is not None and one[0] == other[0]
-            _raise(who, group.ranks[0], _text(one, same), rank, _text(other, same))
+        for i in range(len(values)):
+            one, other = first[i : i + 1], theirs[i : i + 1]
+            if not texts[i] and (len(first) != len(theirs) or not are_alike(one, other)):
+                same = [kind for kind, _ in one] == [kind for kind, _ in other]
+                shown = [_text(x[0] if x else None, same) for x in (one, other)]
+                texts[i] = _error(who, group.ranks[0], shown[0], rank, shown[1])
+    return texts
 
 
 def sample(x: Tensor, most: int) -> Sample:
@@ -83,8 +85,8 @@ def _text(x: Sample | None, same: bool) -> str:
     return f"[{shown}, ...] in {x[0]}" if same else x[0]
 
 
-def _raise(who: str, first: int, one: str, rank: int, other: str) -> Any:
-    raise MismatchError(
+def _error(who: str, first: int, one: str, rank: int, other: str) -> str:
+    return (
         f"{who} at {user_line()}: a regular tensor is one global value, the same on every rank, "
         f"but it is {one} on rank {first}, and {other} on rank {rank}. If each rank has a batch of "
         "its own, give all ranks one batch: dt.shard_loader(loader, mesh) takes the place of a "
@@ -92,3 +94,15 @@ def _raise(who: str, first: int, one: str, rank: int, other: str) -> Any:
         "it is drawn or initialized, seed all ranks alike; src_rank=0 of dt.shard_tensor takes the "
         "value of one rank"
     )
+
+
+# The memory of arguments of the forward that runs, of which the ranks have other values: the error.
+# Code on regular tensors may use them; with a DistTensor they would count as one value.
+DIFFERING: dict[int, str] = {}
+
+
+def refuse_differing(x: Tensor) -> None:
+    """Raises MismatchError for a regular tensor among DistTensors whose memory is in DIFFERING."""
+    text = DIFFERING.get(storage_id(x.untyped_storage())) if has_data(x) else None
+    if text:
+        raise MismatchError(text)

@@ -27,10 +27,12 @@ Tensor = torch.Tensor
 T = TypeVar("T")
 
 
-def gather_objects(value: Any, group: Group, any_class: bool = False) -> list[Any]:
+def gather_objects(
+    value: Any, group: Group, any_class: bool = False, seen: bool = True
+) -> list[Any]:
     """Returns every member's ``value``, in mesh order: facts, as ``safe_pickle`` lists their
-    classes. ``any_class``: it may contain picklable objects of the user."""
-    for o in observe.seeing_calls():
+    classes. ``any_class``: it may contain picklable objects of the user. ``seen``: by observers."""
+    for o in observe.seeing_calls() if seen else ():
         o.exchange_objects()
     if group.size == 1:
         return [value]
@@ -45,7 +47,7 @@ def gather_objects(value: Any, group: Group, any_class: bool = False) -> list[An
             rows = _all_gather_bytes(pickle.dumps(value), group)
             out[:] = [safe_pickle.loads(row, any_class) for row in rows]
 
-    return run("all_gather", group, unknown, 0, fn, (), lambda: group.to_members(out))
+    return run("all_gather", group, unknown, 0, fn, (), lambda: group.to_members(out), seen=seen)
 
 
 def _all_gather_bytes(mine: bytes, group: Group) -> list[bytes]:
@@ -66,13 +68,13 @@ def _as_tensor(data: bytes) -> Tensor:
 
 def gather_results(
     who: str, group: Group, run: Callable[[], T], kinds: Sequence[type[Exception]] = (),
-    any_class: bool = False,
+    any_class: bool = False, seen: bool = True,
 ) -> list[T]:  # fmt: skip
     """Returns ``run()`` of every member, in mesh order. An error of one rank is raised on all, of
     the first class of ``kinds`` that it is an instance of, else of the last. Without ``kinds`` its
     own rank raises it unchanged, and the others RuntimeError. ``who``: the call, in errors.
-    ``any_class``: as in ``gather_objects``. Raises MismatchError if the members are at different
-    calls.
+    ``any_class``, ``seen``: as in ``gather_objects``. Raises MismatchError if the members are at
+    different calls.
     """
     value, failure, error = None, None, None
     try:
@@ -82,7 +84,7 @@ def gather_results(
         kind = (*fitting, *kinds[-1:], RuntimeError)[0]
         name = "" if type(caught) is kind else f"{type(caught).__name__}: "
         failure = kind, f"{name}{caught}"
-    everyone = gather_objects((who, failure, value), group, any_class)
+    everyone = gather_objects((who, failure, value), group, any_class, seen)
     if any(theirs != who for theirs, *_ in everyone):
         calls = [f"rank {r}: {w}" for r, (w, *_) in zip(group.ranks, everyone, strict=True)]
         raise MismatchError(

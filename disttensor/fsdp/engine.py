@@ -26,8 +26,9 @@ from disttensor.autograd.accumulation import RETURNED, BackwardContext, current_
 from disttensor.autograd.activation_checkpoint import current_run, recompute_around
 from disttensor.autograd.joined_backward import run_after_backward, run_after_failure, this_backward
 from disttensor.autograd.split_backward import compute_weight_now
+from disttensor.cache import clear_decisions
 from disttensor.comm import buffers
-from disttensor.comm.compare_values import compare_values, is_due
+from disttensor.comm.compare_values import DIFFERING, compare_values, is_due
 from disttensor.comm.places import GradMemory
 from disttensor.fsdp import graph_hooks
 from disttensor.fsdp.backward import ReduceOrder
@@ -40,7 +41,7 @@ from disttensor.pytree import find_tensors, replace_tensors
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.grad_slot import grad_memory_of
 from disttensor.tensor.uses import forget_derivation
-from disttensor.torch_private import current_backward
+from disttensor.torch_private import current_backward, has_data, storage_id
 
 Tensor = torch.Tensor
 
@@ -166,18 +167,29 @@ class Engine:
             graph_hooks.forget()
             self.calls += 1
             self.epoch += 1
+            DIFFERING.clear()
             if is_due(self.epoch):
                 self._compare_arguments(module, args, kwargs)
             self.last_order, self.order = self.order or self.last_order, []
         self.all_calls += 1
 
     def _compare_arguments(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Compares the regular tensors among the arguments, which count as global values."""
+        """Compares the regular tensors among the arguments. A call of the forward that takes one of
+        which the ranks have other values together with a DistTensor is refused."""
         meshes = {p.sharded_param.spec.mesh for s in self.segments for p in s.params}
         given = [x for x in find_tensors((args, kwargs)) if not isinstance(x, DistTensor)]
-        if given and len(meshes) == 1 and (mesh := meshes.pop()).size > 1:
+        if (
+            given
+            and all(map(has_data, given))
+            and len(meshes) == 1
+            and (mesh := meshes.pop()).size > 1
+        ):
             group = mesh.group(tuple(range(mesh.ndim)))
-            compare_values(f"the call of {type(module).__name__}", given, group)
+            texts = compare_values(f"the call of {type(module).__name__}", given, group)
+            for x, text in zip(given, texts, strict=True):
+                if text:
+                    clear_decisions()  # so that the next calls look at their regular tensors
+                    DIFFERING[storage_id(x.untyped_storage())] = text
 
     @outside_user_modes
     def _module_begins(self, segment: Segment, is_read: bool, module: nn.Module, args: Any) -> None:
@@ -266,6 +278,7 @@ class Engine:
 
     @outside_user_modes
     def _root_ends(self, module: nn.Module, args: Any, output: Any) -> None:
+        DIFFERING.clear()
         self.all_calls = max(self.all_calls - 1, 0)
         for segment in self.off_mesh:
             if not segment.forward.running:
