@@ -233,7 +233,7 @@ def restore(
     if isinstance(x, Tensor):
         _check_tensor(key, x, value)
         if not value.is_meta:
-            return lambda: x.copy_(value)
+            return lambda: x.detach().copy_(value)
         tensors[key] = x.detach()
         return x.detach
     reads: dict[int, tuple[Tensor, Tensor | None]] = {}

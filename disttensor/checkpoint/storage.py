@@ -88,7 +88,7 @@ class Staged(DefaultSavePlanner):
     def resolve_data(self, write_item: WriteItem) -> Any:
         found = self.copies.get(write_item.index)
         data: Any = super().resolve_data(write_item) if found is None else found
-        return data.contiguous()  # the reader expects it
+        return data.resolve_conj().resolve_neg().contiguous()  # the reader reads bytes
 
 
 class Reader(FileSystemReader):

@@ -100,7 +100,7 @@ def _assigned(name: str, now: DistTensor, value: torch.Tensor) -> Any:
     if slot is None or not slot.fixed_by:
         if isinstance(value, DistTensor):
             return value
-        return shard_tensor(value.detach(), now.spec.mesh, now.placements)
+        return shard_tensor(value.detach(), now.spec.mesh, now.placements, check=False)
     if value.dtype is not now.dtype:
         raise RuntimeError(
             f"load_state_dict(assign=True): {name} is {now.spec!r}, and the value is "

@@ -78,9 +78,11 @@ def _vector_norm(func: Any, default: Any, doc: str) -> None:
 
     @rule(func, floats=True, doc=doc)
     def factors(
-        input: Arg, ord: Any = default, dim: Any = None, keepdim: bool = False, out: None = None,
+        input: Arg, ord: Any = default, dim: Any = None, keepdim: bool = False, out: Any = None,
         dtype: Any = None,
     ) -> Factors:  # fmt: skip
+        if isinstance(out, torch.dtype):  # Tensor.norm(p, dim, keepdim, dtype) has no out
+            dtype = out
         return _norm(input, _order(func, input, ord, dim), dim, keepdim, dtype)
 
 

@@ -166,7 +166,7 @@ def prod(input: Arg, dim: Any = None, keepdim: bool = False, *, dtype: Any = Non
     def reduce(call: LocalCall, axes: Axes, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         def over_ranks(x: Tensor) -> Tensor:
             for d in gone:
-                x = x.prod(d, keepdim=True)
+                x = x.prod(d, keepdim=True, dtype=dtype)
             return call.collectives.all_gather(x, axes).prod(0, dtype=x.dtype)
 
         x = x if dtype is None else x.to(dtype)
