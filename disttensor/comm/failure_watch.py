@@ -34,6 +34,7 @@ import torch.distributed as dist
 
 from disttensor import callbacks
 from disttensor.comm.process_group import (
+    LOST,
     is_fake,
     keeps_store,
     open_store,
@@ -49,7 +50,6 @@ from disttensor.torch_private import default_group, default_store
 PERIOD = 1.0  # seconds
 _PATIENCE = 4.0  # seconds for a failing rank to post its error, and for others to answer
 _SHOWN = 16  # ranks whose source line an error shows
-_LOST = "The store of the world is gone, with rank 0 if that keeps it, or with the launcher"
 _before: Any = None  # the previous hook, which ours calls last
 
 
@@ -272,13 +272,13 @@ def first_failure() -> str:
     watcher = watcher_of(current_runtime())
     if watcher is None:
         alone = world()[1] == 1 or is_fake() or _store_answers()
-        return "" if alone else f" {_LOST}."
+        return "" if alone else f" {LOST}."
     try:
         if not watcher.lost and not watcher.failed and not _find_failure(watcher):
             return _places(watcher)
     except Exception:
         watcher.lost = True
-    return f" {watcher.failed or _LOST}."
+    return f" {watcher.failed or LOST}."
 
 
 def _find_failure(watcher: Watcher) -> bool:

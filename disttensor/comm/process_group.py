@@ -37,6 +37,9 @@ def is_fake() -> bool:
     return now.is_fake
 
 
+LOST = "The store of the world is gone, with rank 0 if that keeps it, or with the launcher"
+
+
 def is_nccl() -> bool:
     """Returns True if messages of the world can use NCCL."""
     now = current_runtime()
@@ -219,6 +222,18 @@ def missing_ranks(
     Returns the ranks that have not done so within ``seconds``, or when ``ends()`` is true. The
     first rank whose time is over ends the wait of all: rank 0 may keep the store, so it returns
     last."""
+    try:
+        return _missing(store, place, rank, ranks, seconds, ends)
+    except dist.DistNetworkError as error:
+        raise CommError(
+            f"rank {rank} waits for ranks {list(ranks)}. {LOST}. Backend error: {error}"
+        ) from error
+
+
+def _missing(
+    store: Any, place: str, rank: int, ranks: Sequence[int], seconds: float,
+    ends: Callable[[], bool],
+) -> list[int]:  # fmt: skip
     everyone, over = f"{place}/all", f"{place}/over"
     store.set(f"{place}/{rank}", "")
     if store.add(f"{place}/count", 1) == len(ranks):

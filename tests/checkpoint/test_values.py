@@ -158,3 +158,19 @@ def test_a_leftover_folder_that_cannot_be_removed_is_a_warning(
     monkeypatch.undo()
     checkpoints.save(5, x=big(5))
     assert [p.name[-6:] for p in (tmp_path / "run").iterdir()] == ["step-5"]
+
+
+@on_ranks(2)
+def test_conjugates_and_leaves_come_back(tmp_path: Path) -> None:
+    """A lazily conjugated tensor has other bytes in memory than values."""
+    mesh, z = dt.init_mesh((2,), ("x",)), torch.complex(torch.arange(99.0), torch.ones(99)).conj()
+    trees = {"plain": z, "split": dt.shard_tensor(z.resolve_conj().conj(), mesh, [S0]).conj()}
+    saved = dt.Checkpointer(tmp_path)
+    saved.save(1, trees=trees, leaf=torch.ones(3, requires_grad=True))
+    want = {"plain": z.resolve_conj(), "split": trees["split"].full_tensor().resolve_conj()}
+    into = {"plain": torch.zeros_like(want["plain"]), "split": torch.zeros_like(trees["split"])}
+    leaf = torch.zeros(3, requires_grad=True)
+    saved.load(trees=into, leaf=leaf)
+    assert torch.equal(into["plain"], want["plain"])
+    assert torch.equal(into["split"].full_tensor().resolve_conj(), want["split"])
+    assert leaf.tolist() == [1.0, 1.0, 1.0] and leaf.requires_grad and leaf.is_leaf

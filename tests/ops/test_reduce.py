@@ -112,3 +112,23 @@ def test_histograms_between_bounds_are_pending_counts() -> None:
     assert infer(torch.histc, Arg((5, 6), [S0, S1]), 4, 0, 3).outputs == ((P, P),)
     with pytest.raises(NoRule, match="bounds"):
         check_rule(torch.histc, x, 4, grad=False)
+
+
+INTS = torch.randint(0, 90, (5, 6, 3), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("to", [torch.int32, torch.uint8, torch.bool, torch.float32], ids=str)
+def test_products_have_the_dtype_that_is_given(to: torch.dtype, dim: int) -> None:
+    """Not that of torch's promotion: the numbers wrap around as in one process."""
+    for x in (INTS, INTS.byte(), INTS > 1):
+        check(torch.prod, x, dim, dtype=to, grad=False, rtol=1e-5)
+
+
+@pytest.mark.parametrize("args", [(2,), (2, 0), (2, 0, False), ("fro",)], ids=str)
+def test_the_method_norm_has_the_dtype_that_is_given(args: Any) -> None:
+    """Its arguments are not those of torch.norm, which has ``out`` before ``dtype``."""
+    x = X.float()
+    check(torch.Tensor.norm, x, *args, dtype=torch.float64, rtol=1e-6)
+    if len(args) == 3:
+        check(torch.Tensor.norm, x, *args, torch.float64, rtol=1e-6)
