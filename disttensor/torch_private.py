@@ -39,10 +39,12 @@ from torch.nn.modules import module as nn_module
 from torch.optim import optimizer
 from torch.utils import _foreach_utils, _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
 __all__ = [  # the imported names; all others are defined here
     "DataDependentOutput", "DynamicOutputShape", "FakeTensor", "FakeTensorMode",
     "StorageWeakRef", "TorchDispatchMode", "as_meta", "outside_transforms", "without_fakes",
+    "without_modes",
 ]  # fmt: skip
 
 
