@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import DisableTorchFunction as without_function_modes
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._functorch import eager_transforms
 from torch._functorch import vmap as vmap_module
@@ -44,7 +45,7 @@ from torch.utils._python_dispatch import _disable_current_modes as without_modes
 __all__ = [  # the imported names; all others are defined here
     "DataDependentOutput", "DynamicOutputShape", "FakeTensor", "FakeTensorMode",
     "StorageWeakRef", "TorchDispatchMode", "as_meta", "outside_transforms", "without_fakes",
-    "without_modes",
+    "without_function_modes", "without_modes",
 ]  # fmt: skip
 
 

@@ -24,7 +24,12 @@ from disttensor.comm.process_group import is_fake
 from disttensor.errors import MismatchError, Place, show_place, user_place
 from disttensor.observe import observers
 from disttensor.runtime import current_runtime
-from disttensor.torch_private import all_gather_single, object_device, without_modes
+from disttensor.torch_private import (
+    all_gather_single,
+    object_device,
+    without_function_modes,
+    without_modes,
+)
 
 _PATIENCE = 4.0  # seconds for the other ranks to post their reads
 
@@ -44,7 +49,7 @@ def compare_read(spec: Any) -> None:
         group = spec.mesh.group((axis,), "reads")  # its messages meet no others
         if group.size == 1:
             continue
-        with torch._C.DisableTorchFunction(), without_modes():  # they see the read that follows
+        with without_function_modes(), without_modes():  # they see the read that follows
             numbers = _exchange(number, group)
         if any(other != number for other in numbers):
             _raise(words, group)

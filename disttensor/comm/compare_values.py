@@ -16,7 +16,7 @@ from disttensor.comm.groups import Group
 from disttensor.comm.objects import gather_results
 from disttensor.comm.process_group import is_fake
 from disttensor.errors import MismatchError, user_line
-from disttensor.torch_private import has_data, storage_id
+from disttensor.torch_private import has_data, storage_id, without_function_modes
 
 Tensor = torch.Tensor
 _TOLERANCE = 1e-2  # relative: ranks may compute one value with other roundings
@@ -62,7 +62,7 @@ def sample(x: Tensor, most: int) -> Sample:
     kind, count = f"{list(x.shape)} {x.dtype}", min(x.numel(), most)
     if not count or x.is_meta or not has_data(x):
         return kind, []
-    with torch._C.DisableTorchFunction():  # modes, as one that records a forward, see no read
+    with without_function_modes():  # modes, as one that records a forward, see no read
         x = x.detach()
         x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
         flat, last = x.reshape(-1), x.numel() - 1
