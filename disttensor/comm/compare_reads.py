@@ -2,8 +2,8 @@
 
 A rank that reads a value alone (``if rank == 0: print(loss.item())``) sends a message that the
 others do not send. It may meet a message of their next read, of the same kind and size, and both
-would go on with wrong numbers. So the ranks exchange a hash of what they read and of the line, in
-eight bytes.
+would go on with wrong numbers. So the ranks exchange eight bytes: a hash of the spec of
+the tensor and of the line.
 """
 
 from __future__ import annotations

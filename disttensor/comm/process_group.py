@@ -19,6 +19,7 @@ from disttensor.errors import CommError
 from disttensor.runtime import current_runtime
 from disttensor.torch_private import backend_of, default_group, default_store, timeout_of
 
+LOST = "The store of the world is gone, with rank 0 if that keeps it, or with the launcher"
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -35,9 +36,6 @@ def is_fake() -> bool:
     if now.is_fake is None:
         now.is_fake = now.default is not None and dist.get_backend(now.default) == "fake"
     return now.is_fake
-
-
-LOST = "The store of the world is gone, with rank 0 if that keeps it, or with the launcher"
 
 
 def is_nccl() -> bool:

@@ -178,18 +178,17 @@ class Engine:
         which the ranks have other values together with a DistTensor is refused."""
         meshes = {p.sharded_param.spec.mesh for s in self.segments for p in s.params}
         given = [x for x in find_tensors((args, kwargs)) if not isinstance(x, DistTensor)]
-        if (
-            given
-            and all(map(has_data, given))
-            and len(meshes) == 1
-            and (mesh := meshes.pop()).size > 1
-        ):
-            group = mesh.group(tuple(range(mesh.ndim)))
-            texts = compare_values(f"the call of {type(module).__name__}", given, group)
-            for x, text in zip(given, texts, strict=True):
-                if text:
-                    clear_decisions()  # so that the next calls look at their regular tensors
-                    DIFFERING[storage_id(x.untyped_storage())] = text
+        if not given or len(meshes) != 1 or not all(map(has_data, given)):
+            return
+        mesh = meshes.pop()
+        if mesh.size == 1:
+            return
+        group = mesh.group(tuple(range(mesh.ndim)))
+        texts = compare_values(f"the call of {type(module).__name__}", given, group)
+        pairs = zip(given, texts, strict=True)
+        DIFFERING.update({storage_id(x.untyped_storage()): text for x, text in pairs if text})
+        if DIFFERING:
+            clear_decisions()  # so that the next calls look at their regular tensors
 
     @outside_user_modes
     def _module_begins(self, segment: Segment, is_read: bool, module: nn.Module, args: Any) -> None:

@@ -100,8 +100,8 @@ class FSDPModule:
             segment.options.backward_prefetch = chosen
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divides gradients by ``factor``. Without it the gradient is that of the global loss, the
-        sum over all ranks: torch's default, the number of ranks, belongs to a loss of each rank."""
+        """Divides gradients by ``factor``. The default divides by nothing, because there is one
+        global loss; torch divides by the number of ranks, because each rank has a loss there."""
         check_positive("set_gradient_divide_factor: factor", factor, "a positive number")
         for segment in _segments(self):
             segment.divide_gradients(float(factor))

@@ -39,7 +39,7 @@ ShardState = Enum("ShardState", "SHARDED GATHERING GATHERED VISIBLE")
 
 @dataclass
 class SegmentOptions:
-    """What the methods of ``FSDPModule`` set.
+    """The settings that methods of ``FSDPModule`` change.
 
     context           of all backwards, in addition to the context of ``accumulate``.
     most_reductions   reductions to shards under way at once: each holds the gradients of a segment.

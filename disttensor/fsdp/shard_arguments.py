@@ -27,7 +27,7 @@ from disttensor.nn.parameters import slots
 from disttensor.nn.shard_module import check_sizes, check_subclasses
 from disttensor.nn.shared_memory import check_memory
 from disttensor.tensor.dist_tensor import DistTensor
-from disttensor.tensor.user_facts import agree_on_hooks, hooks_of
+from disttensor.tensor.user_facts import compare_placed, hooks_of
 
 
 def params_inside(module: nn.Module, stage: int) -> frozenset[int]:
@@ -134,7 +134,7 @@ def check_hooks(
         for name, p in module.named_parameters()
         if id(p) not in ignored and not has_own_operators(p)
     ]
-    agree_on_hooks(who, params)
+    compare_placed(who, params)
     for name, p, _ in params:
         if hooks_of(p)[0]:
             raise ValueError(

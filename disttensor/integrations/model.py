@@ -192,8 +192,8 @@ def full_value(x: Any) -> Any:
 
 
 def gathered_pickles() -> AbstractContextManager[None]:
-    """Returns a context in which all ranks make the same pickles, and that of the first rank holds
-    full values: regular tensors. The others hold None."""
+    """Returns a context in which all ranks make the same pickles. On the first rank they hold full
+    values, as regular tensors, and on the others None."""
     return set_during(PICKLES, "gather")
 
 

@@ -26,7 +26,7 @@ from disttensor.nn.torch_styles import is_style, placements_of, splits
 from disttensor.progress import bar
 from disttensor.tensor.base import as_parameter
 from disttensor.tensor.dist_tensor import DistTensor, wrap
-from disttensor.tensor.user_facts import agree_on_hooks, carry_over
+from disttensor.tensor.user_facts import carry_over, compare_placed
 
 Plan = Mapping[Any, Sequence[Placement]] | Callable[[str, nn.Module, ProcessMesh], None] | None
 
@@ -45,8 +45,8 @@ def shard_module(
     torch's ``parallelize_module`` (``ColwiseParallel()``), which splits over the axis ``"tp"`` or
     the only axis. The first matching entry is used, exact names before patterns. Or ``plan`` is a
     function (name, module, mesh) that is called for each submodule and shards its tensors with
-    ``shard_tensor``. Where ranks have other values (of another seed), all take those of the first
-    rank of the mesh. Tensors that no entry names are replicated, and so is a 0-d tensor
+    ``shard_tensor``. Where ranks have other values (of another seed), the first rank of the mesh
+    sends its own. Tensors that no entry names are replicated, and so is a 0-d tensor
     (``num_batches_tracked``) if its entry matches other tensors too. Tied parameters stay tied. On
     a rank off the mesh, parameters and buffers are metadata only. Tensors on the meta device are
     materialized shard by shard, inner modules first, and have the same bits as in one process.
@@ -99,7 +99,7 @@ def place(
 
     ``before``: the slots before the call. A tensor that was replaced in one slot since then is
     replaced in all its other slots too. ``one_value``: where ranks have other values, as of another
-    seed, all take those of the first rank of the mesh.
+    seed, the first rank of the mesh sends its own.
     """
     chosen = _choose(module, mesh_of, plan)
     check_subclasses("shard_module", module, chosen, lambda value: mesh_of(value) is None)
@@ -113,7 +113,7 @@ def place(
             made[id(slot.value)] = now
     fresh: set[nn.Module] = set()
     placed = [(s.name, s.value, _new_mesh(s, mesh_of)) for s in before]
-    differing = agree_on_hooks("shard_module", placed, values=one_value)
+    differing = compare_placed("shard_module", placed, values=one_value)
     places = slots(module)
     with bar("placing", len(places), "tensors") as advance:
         for slot in places:

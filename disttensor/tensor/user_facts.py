@@ -57,13 +57,13 @@ def hooks_of(x: Any) -> tuple[Hooks, Hooks]:
     return first, second
 
 
-def agree_on_hooks(
+def compare_placed(
     who: str, placed: Iterable[tuple[str, Tensor, ProcessMesh | None]], values: bool = False
 ) -> list[ProcessMesh]:
-    """Compares which of the tensors (name, tensor, its new mesh) have hooks: a hook makes its rank
-    reduce. Every rank of a mesh sends one message for the mesh, whatever hooks it has. Raises
-    MismatchError on all of them if a hook is on some ranks only. Returns the meshes whose ranks
-    have other ``values``, if these are compared."""
+    """Compares the tensors (name, tensor, its new mesh) that a module's placement replaces. Every
+    rank of a mesh sends one message for the mesh, whatever it has. Raises MismatchError on all of
+    them for a hook on some ranks only, which would make these ranks reduce. ``values``: also for
+    other shapes or dtypes; returns the meshes whose ranks have other values."""
     hooked: dict[ProcessMesh, tuple[list[str], list[Sample]]] = {}
     for name, x, mesh in placed:
         if mesh is not None and mesh.coordinate is not None and mesh.size > 1:

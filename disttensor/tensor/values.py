@@ -22,7 +22,7 @@ from disttensor.settings import Setting
 from disttensor.tensor import views
 from disttensor.tensor.base import MeshTensor
 from disttensor.tensor.reshard import resharded
-from disttensor.torch_private import storage_id
+from disttensor.torch_private import has_data, storage_id
 
 Tensor = torch.Tensor
 
@@ -84,7 +84,7 @@ def _value(x: MeshTensor) -> Tensor:
 def _compare_read(x: MeshTensor) -> None:
     """Compares this read with those of the ranks that it communicates with; not while a program is
     traced."""
-    if type(x.local) in (Tensor, torch.nn.Parameter):
+    if has_data(x.local):
         compare_read(x.spec)
 
 
