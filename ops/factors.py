@@ -177,16 +177,15 @@ class Factors:
 
     def with_sizes(self, shapes: Iterable[Sequence[int]]) -> Factors:
         """Returns these factors with the sizes of letters that inputs of these shapes have, and
-        that the rule has not given. Raises NoRule if a letter has two sizes in the inputs."""
+        that the rule has not given. Raises NoRule if such a letter has two sizes in the inputs."""
         found: dict[Letter, int] = {}
         for dims, shape in zip(self.inputs, shapes, strict=False):
             for letter, n in zip(dims, shape, strict=False):
-                if letter is None or type(letter) is tuple:
+                if letter is None or letter in self.sizes or type(letter) is tuple:
                     continue
                 if found.setdefault(letter, n) != n:
                     raise NoRule(f"sizes of one letter do not fit: {found[letter]} and {n}")
-        missing = {x: n for x, n in found.items() if x not in self.sizes}
-        return self.replace(sizes={**self.sizes, **missing}) if missing else self
+        return self.replace(sizes={**self.sizes, **found}) if found else self
 
     def output_shapes(self) -> tuple[tuple[int, ...], ...]:
         return self.shapes if self.shapes is not None else self.shapes_for(self.sizes)

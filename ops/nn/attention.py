@@ -56,6 +56,7 @@ def scaled_dot_product_attention(
     alike = len(along) == 1 and along != {()}  # each is split by its own size
     if alike:
         k, v = (*lead, "l", "e"), (*lead, "l", "v")
+        sizes["l"] = query.shape[-2]
     inputs = [q, k, v]
     if isinstance(attn_mask, Arg):
         rows = None if alike and policy == "heads" else "l"
@@ -70,7 +71,7 @@ def scaled_dot_product_attention(
         ((*q[:-1], "v"),),
         sizes,
         unsplittable={"s", "e"},
-        divisible_only={lead[-1]} if sizes else set(),
+        divisible_only={lead[-1]} if "r" in sizes else set(),
         linear_terms=({2},),
         local=partial(split_attention, policy, whole, dropout_p, is_causal) if alike else whole,
         independent=set("l" if alike and policy in ("auto", "ring") else ""),
