@@ -44,7 +44,7 @@ class Runtime:
     abandoned: list[Any] = field(default_factory=list)  # messages that may never come
     early: dict[Any, Any] = field(default_factory=dict)  # receives that were posted early
     watcher: Any = None  # disttensor.comm.failure_watch; False: this is the only rank
-    raises: dict[Any, int] = field(default_factory=dict)  # disttensor.comm.lone_failure
+    raises: dict[Any, tuple[str, ...]] = field(default_factory=dict)  # disttensor.comm.lone_failure
     raised: Any = None
     posted: Any = None
     is_given_up: bool = False

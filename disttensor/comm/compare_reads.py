@@ -2,8 +2,9 @@
 
 A rank that reads a value alone (``if rank == 0: print(loss.item())``) sends a message that the
 others do not send. It may meet a message of their next read, of the same kind and size, and both
-would go on with wrong numbers. So the ranks exchange eight bytes: a hash of the spec of
-the tensor and of the line.
+would go on with wrong numbers. So the ranks exchange eight bytes: a hash of the spec of the tensor,
+of the line, and of how many errors calls have raised, which a rank may have caught alone (then the
+others were in another call than this rank, and messages of two calls may have met).
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from disttensor.cache import cached
 from disttensor.comm import compare_collectives, failure_watch
 from disttensor.comm.collective_call import call_error, call_options, wait
 from disttensor.comm.groups import Ended, Group
+from disttensor.comm.lone_failure import errors_with
 from disttensor.comm.process_group import is_fake
 from disttensor.errors import MismatchError, Place, show_place, user_place
 from disttensor.observe import observers
-from disttensor.runtime import current_runtime
+from disttensor.runtime import current_runtime, last_runtime
 from disttensor.torch_private import (
     all_gather_single,
     object_device,
@@ -49,10 +51,12 @@ def compare_read(spec: Any) -> None:
         group = spec.mesh.group((axis,), "reads")  # its messages meet no others
         if group.size == 1:
             continue
+        errors = errors_with(group.ranks) if last_runtime().raises else []
+        mine = number + len(errors)
         with without_function_modes(), without_modes():  # they see the read that follows
-            numbers = _exchange(number, group)
-        if any(other != number for other in numbers):
-            _raise(words, group)
+            numbers = _exchange(mine, group)
+        if any(other != mine for other in numbers):
+            _raise(words + (f", after an error: {errors[-1]}" if errors else ""), group)
 
 
 def _exchange(number: int, group: Group) -> list[int]:

@@ -66,9 +66,17 @@ def _note(error: BaseException, ranks: Sequence[int], mark: Any, seconds: float)
         text = f"{text}: {str(error).splitlines()[0][:400]}"
     words = f"{text} ({user_line(None if trace is None else trace.tb_frame)})"
     key = _, step = tuple(ranks), _step(now)
-    nth = now.raises.get(key, 0) + 1
-    now.raises = {k: n for k, n in now.raises.items() if k[1] == step} | {key: nth}
-    now.raised = Raised(*key, nth, words, mark, time.monotonic() + seconds)
+    every = (*now.raises.get(key, ()), words)
+    now.raises = {k: e for k, e in now.raises.items() if k[1] == step} | {key: every}
+    now.raised = Raised(*key, len(every), words, mark, time.monotonic() + seconds)
+
+
+def errors_with(ranks: Sequence[int]) -> list[str]:
+    """Returns the errors of this rank's calls with all of ``ranks`` since the optimizer step."""
+    now = last_runtime()
+    step = _step(now)
+    found = [e for (of, at), e in now.raises.items() if at == step and set(of).issuperset(ranks)]
+    return [words for every in found for words in every]
 
 
 def _step(now: Runtime) -> int:
@@ -109,7 +117,7 @@ def find(watcher: failure_watch.Watcher, awaited: Sequence[int]) -> bool:
             if entry is None or rank not in awaited:
                 continue
             ranks, step, nth, words = entry
-            own = now.raises.get((tuple(ranks), step), 0)
+            own = len(now.raises.get((tuple(ranks), step), ()))
             if watcher.rank in ranks and step == _step(now) and own < nth:
                 failure_watch.post(
                     f"rank {rank} raised {words} and other ranks did not; it has stopped, and its "

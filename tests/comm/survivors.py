@@ -5,6 +5,7 @@ stderr of each rank. A rank that raises writes the error there, and lives until 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -165,7 +166,22 @@ def goes_on(rank, failing):
     except RuntimeError:
         factor = matrices([])
     time.sleep(STAYS / 2 * (rank == failing))
-    assert factor.sum().item() == 3 * WORLD
+    full = factor.redistribute(placements=[dt.Replicate()]).to_local()
+    assert full.sum().item() == 3 * WORLD
+
+
+def caught(rank, failing):
+    """The rank that raised goes on with the next batch; the others are still in the sum."""
+    for x in [matrices([]), matrices([failing]), matrices([]), matrices([])]:
+        with contextlib.suppress(torch.linalg.LinAlgError):
+            torch.linalg.cholesky(x).sum().item()
+
+
+def all_catch(rank, failing):
+    """All ranks raise alike."""
+    for x in [matrices([]), matrices(range(WORLD)), matrices([])]:
+        with contextlib.suppress(torch.linalg.LinAlgError):
+            assert torch.linalg.cholesky(x).sum().item() == 3 * WORLD
 
 
 def another_call(rank, failing):
@@ -187,6 +203,8 @@ PROGRAMS = {
         alike,
         alike_in_a_run,
         goes_on,
+        caught,
+        all_catch,
         another_call,
         read_on_one_rank,
         two_reads,

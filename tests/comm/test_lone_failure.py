@@ -15,7 +15,7 @@ from tests.comm.survivors import PROGRAMS
 from tests.support.part import part
 
 ROOT = Path(__file__).resolve().parents[2]
-FINE = ["alike-1", "alike-0", "alike_in_a_run-0", "alike_in_a_run-2", "goes_on-1"]
+FINE = ["alike-1", "alike-0", "alike_in_a_run-0", "alike_in_a_run-2", "goes_on-1", "all_catch-0"]
 # two ranks wait in one collective, this one in another: {name: that one}
 OTHER = {"another_call-1": "all_gather", "read_on_one_rank-0": "start of the group"}
 RUNS = [name for name in PROGRAMS if name.endswith("ward") and name != "backward"]
@@ -26,7 +26,7 @@ ALL = [f"{name}-{rank}" for name, rank in itertools.product(RUNS, range(3))]
 
 @pytest.mark.limit(200)
 def test_ranks_that_wait_for_a_rank_whose_call_raised_name_it():
-    names = list(dict.fromkeys([*ALWAYS, *OTHER, "two_reads-1", *part(ALL, 1), *FINE]))
+    names = list(dict.fromkeys([*ALWAYS, *OTHER, "two_reads-1", "caught-1", *part(ALL, 1), *FINE]))
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", "tests.comm.survivors", *names]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
@@ -43,6 +43,9 @@ def test_ranks_that_wait_for_a_rank_whose_call_raised_name_it():
             elif name == "two_reads-1":
                 assert status == 1 and "ranks read different values" in text, told
                 assert "survivors.py:" in text and "rank 1: f32[]" in text, told
+            elif name == "caught-1":
+                assert status == 1 and "rank 1: f32[]" in text, told
+                assert "after an error: _LinAlgError" in text, told
             elif rank == failing:
                 assert status == 1 and "CommError" not in text, told
             elif status == 0:  # it needed nothing of that rank any more
