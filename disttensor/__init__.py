@@ -6,10 +6,6 @@ dt.init_mesh((1, 1), ("dp", "tp"))``, in a world of one: with more processes onl
 """
 # ruff: noqa: I001  (imports stand from the bottom up)
 
-import importlib as _importlib
-import typing as _typing
-import warnings as _warnings
-
 from disttensor import module_names as _module_names
 
 _module_names.check_names("ops", "reshard")
@@ -71,40 +67,3 @@ __all__ = [
     "shard_loader", "shard_module", "shard_tensor", "sync_gradients", "to_dtensor",
     "values_everywhere", "visualize", "zeros",
 ]  # fmt: skip
-
-# Names of 0.1 and their places now; the old ones are removed in 0.3.
-_MOVED = {
-    "Balanced": "disttensor.attention.Balanced", "CommError": "disttensor.errors.CommError",
-    "CommLog": "disttensor.debugging.CommLog", "CommRecord": "disttensor.debugging.CommRecord",
-    "CustomFunctionError": "disttensor.errors.CustomFunctionError", "DistSpec": "ops.DistSpec",
-    "Explanation": "disttensor.debugging.Explanation",
-    "FallbackWarning": "disttensor.errors.FallbackWarning", "Group": "reshard.Group",
-    "Layout": "ops.Layout", "MismatchError": "disttensor.errors.MismatchError",
-    "SegmentByAnchors": "disttensor.fsdp.SegmentByAnchors",
-    "SegmentBySize": "disttensor.fsdp.SegmentBySize",
-    "StrictError": "disttensor.errors.StrictError",
-    "attention_policy": "disttensor.attention.policy",
-    "check_replicas": "disttensor.debugging.check_replicas",
-    "combine_tokens": "disttensor.experts.combine_tokens",
-    "debug": "disttensor.debugging.compare_ranks", "devices": "disttensor.simulate.devices",
-    "dispatch_tokens": "disttensor.experts.dispatch_tokens",
-    "expert_load": "disttensor.experts.expert_load", "explain": "disttensor.debugging.explain",
-    "from_fn": "disttensor.api.create.from_fn", "info": "disttensor.debugging.info",
-    "load_pretrained": "disttensor.pretrained.load", "never_skip": "disttensor.pipeline.never_skip",
-    "plan_strategy": "disttensor.simulate.plan_strategy",
-    "record_comms": "disttensor.debugging.record_comms", "rng": "disttensor.random.rng",
-    "save_pretrained": "disttensor.pretrained.save",
-    "shard_scaler": "disttensor.optim.shard_scaler", "strict": "disttensor.debugging.strict",
-    "unshard": "disttensor.fsdp.unshard",
-}  # fmt: skip
-
-if not _typing.TYPE_CHECKING:  # a type checker reports the old names
-
-    def __getattr__(name):
-        """Returns the object of a name that has moved, with a DeprecationWarning."""
-        if name not in _MOVED:
-            raise AttributeError(f"module 'disttensor' has no attribute {name!r}")
-        module, _, new = _MOVED[name].rpartition(".")
-        text = f"disttensor.{name} has moved: from {module} import {new}; removed in 0.3"
-        _warnings.warn(text, DeprecationWarning, stacklevel=2)
-        return getattr(_importlib.import_module(module), new)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
-__version__ = "0.2.0"  # of disttensor: pyproject.toml takes it from here
+__version__ = "0.3.0"  # of disttensor: pyproject.toml takes it from here
 OLDEST, NEWEST = (2, 12), (2, 15)  # the two ends of constraints-torch.txt
 
 

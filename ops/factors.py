@@ -8,11 +8,8 @@ axis splits a *factor*: every tensor dim with that letter. See ``Factors`` for t
 from __future__ import annotations
 
 import math
-import sys
-import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from functools import wraps
 from operator import attrgetter
 from typing import Any
 
@@ -83,21 +80,6 @@ class Arg:
 
 
 LocalMaker = Callable[[Any], Callable[..., Any]]
-
-# Fields of Factors by the names that they had in 0.1
-_OLD_NAMES = {"terms": "linear_terms", "whole": "unsplittable", "even": "divisible_only"}
-
-
-def new_name(name: str) -> str:
-    """Returns the present name of a field of Factors. An old name gives a warning."""
-    if name not in _OLD_NAMES:
-        return name
-    level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_globals["__name__"].startswith("ops."):
-        level, frame = level + 1, frame.f_back
-    text = f"Factors.{name} is now {_OLD_NAMES[name]}; removed in 0.3"
-    warnings.warn(text, DeprecationWarning, stacklevel=level)
-    return _OLD_NAMES[name]
 
 
 @dataclass(slots=True)
@@ -201,23 +183,6 @@ class Factors:
         ])  # fmt: skip
 
 
-def _accept_old_names() -> None:
-    """Makes Factors accept old names of fields, as keywords and as attributes."""
-    init = Factors.__init__
-
-    def __init__(self: Factors, *args: Any, **fields: Any) -> None:
-        if not _OLD_NAMES.keys().isdisjoint(fields):
-            fields = {new_name(name): value for name, value in fields.items()}
-        init(self, *args, **fields)
-
-    Factors.__init__ = wraps(init)(__init__)  # type: ignore[method-assign]
-    for old in _OLD_NAMES:
-        read = lambda f, old=old: getattr(f, new_name(old))  # noqa: E731
-        write = lambda f, value, old=old: setattr(f, new_name(old), value)  # noqa: E731
-        setattr(Factors, old, property(read, write))
-
-
-_accept_old_names()
 _fields = attrgetter(*Factors.__slots__)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from disttensor.cache import clear_decisions
 from disttensor.core.layout import Layout
-from ops.factors import Arg, Factors, LocalMaker, letters, new_name
+from ops.factors import Arg, Factors, LocalMaker, letters
 
 Function = Callable[..., Any]
 Setting = Callable[[], Any]
@@ -116,7 +116,6 @@ def rule(
     """
     if funcs and isinstance(funcs[-1], str):
         *functions, pattern = funcs
-        options = {new_name(name): value for name, value in options.items()}
         terms = options.get("linear_terms", ())
         options["linear_terms"] = tuple(frozenset(t) for t in terms)
 

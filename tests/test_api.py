@@ -328,7 +328,7 @@ def test_local_map_in_grad_placements():
 @everywhere
 def test_local_map_says_what_is_wrong():
     x = dt.shard_tensor(counted(5, 6), grid(), (S0, R))
-    with pytest.raises(ValueError, match="out_placements"):
+    with pytest.raises(TypeError, match="out_placements"):
         dt.local_map(torch.sin)
     with pytest.raises(ValueError, match="no argument is a DistTensor"):
         dt.local_map(torch.sin, out_placements=(R, R))(torch.ones(3))

@@ -338,14 +338,9 @@ def test_from_local_without_a_check_sends_nothing():
             dt.from_local(uneven, mesh, [S0, R], run_check=False)
 
 
-@everywhere
-def test_positions_of_local_map_are_deprecated_and_work():
-    x = dt.shard_tensor(counted(4, 3), grid(), [S0, R])
-    with pytest.warns(DeprecationWarning, match="by name"):
-        double = dt.local_map(lambda t: t * 2, [[S0, R]], [S0, R])
-    same(double(x), counted(4, 3) * 2)
-    with pytest.warns(DeprecationWarning), pytest.raises(TypeError, match="at most 4 arguments"):
-        dt.local_map(lambda t: t, None, [S0, R], None, (4, 3))
+def test_local_map_takes_placements_by_name_because_torchs_order_is_another():
+    with pytest.raises(TypeError, match="takes 1 positional argument but 3"):
+        dt.local_map(lambda t: t * 2, [[S0, R]], [S0, R])
 
 
 FIRST_CALLS = """

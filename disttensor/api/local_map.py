@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -37,14 +35,12 @@ from disttensor.tensor.reshard import resharded_local
 from disttensor.tensor.tensor_meta import describe_tensors
 from ops.answer import surroundings
 
-_NOT_GIVEN: Any = object()
-
 
 def local_map(
     fn: Callable[..., Any],
-    *positional: Any,
+    *,
+    out_placements: Any,
     in_placements: Any = None,
-    out_placements: Any = _NOT_GIVEN,
     in_grad_placements: Any = None,
     device_mesh: Any = None,
     out_shapes: Any = None,
@@ -84,16 +80,8 @@ def local_map(
     [2.0, 2.0, 2.0, 2.0]
     """
     check_callable("local_map: fn", fn)
-    if positional:
-        in_placements, out_placements, in_grad_placements = _by_position(
-            positional, (in_placements, out_placements, in_grad_placements)
-        )
     if device_mesh is not None:
         device_mesh = as_mesh("local_map: device_mesh", device_mesh)
-    if out_placements is _NOT_GIVEN:
-        raise ValueError(
-            "local_map: out_placements is required: give the placements of each result"
-        )
     for name, given in (
         ("in_placements", in_placements),
         ("out_placements", out_placements),
@@ -172,22 +160,6 @@ def local_map(
         return result
 
     return run
-
-
-def _by_position(positional: tuple[Any, ...], named: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns the placements of arguments, results and gradients; some are given by position."""
-    warnings.warn(
-        "local_map: give in_placements and out_placements by name; torch's local_map has them in "
-        "the other order, so positions are refused in 0.3",
-        DeprecationWarning,
-        stacklevel=3,
-    )
-    if len(positional) > 3:
-        raise TypeError(
-            f"local_map takes at most 4 arguments by position, and {1 + len(positional)} were given"
-        )
-    rows = zip_longest(positional, named, (None, _NOT_GIVEN, None))
-    return tuple(p if p is not None and by_name is unset else by_name for p, by_name, unset in rows)
 
 
 def _checked_shapes(shapes: Any, count: int, nested: bool) -> Sequence[Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -45,13 +44,6 @@ class GroupSpec(NamedTuple):
     ranks: tuple[int, ...]
     axes: tuple[str, ...]
     purpose: str
-
-    @property
-    def lane(self) -> str:
-        """The old name of ``purpose``."""
-        text = "GroupSpec.lane is now purpose; removed in 0.3"
-        warnings.warn(text, DeprecationWarning, stacklevel=2)
-        return self.purpose
 
 
 def product_of(sizes: Mapping[str, int | None]) -> str:

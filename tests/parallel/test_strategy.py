@@ -188,12 +188,6 @@ def test_each_set_of_axes_divides_each_stage_once(degrees):
         assert ranks == list(range(degrees.world))
 
 
-def test_the_old_name_of_a_purpose_warns():
-    reduce = groups(Degrees(1, 1, 1, 1, 2))[-1]
-    with pytest.warns(DeprecationWarning, match="is now purpose"):
-        assert reduce.lane == reduce.purpose == "reduce"
-
-
 def test_groups_are_those_of_the_meshes():
     with fake_world(24, rank=17):
         strategy = Strategy(pp=2, dp=1, sharding=2, cp=3, tp=2)
