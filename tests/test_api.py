@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -95,6 +96,12 @@ def test_check_names_the_rank_that_differs():
 # Born sharded -------------------------------------------------------------------------------------
 
 
+NUMBERS = [
+    np.float64(1.5), np.float16(2), np.int32(3), np.uint8(3), torch.tensor(3.0).double(),
+    torch.tensor(1j), torch.tensor(True),
+]  # fmt: skip
+
+
 @everywhere
 def test_factories():
     mesh = grid()
@@ -111,6 +118,10 @@ def test_factories():
         )
         same(dt.api.create.from_fn(torch.zeros, mesh, layout, (5, 6)), torch.zeros(5, 6))
         same(dt.api.create.from_fn(torch.full, mesh, layout, (5, 6), 7.0), torch.full((5, 6), 7.0))
+        for value in NUMBERS:
+            want = torch.full((5, 6), value)
+            assert dt.full((5, 6), value, mesh=mesh, placements=layout).dtype is want.dtype
+            same(dt.full((5, 6), value, mesh=mesh, placements=layout), want)
         x = dt.empty(torch.Size((5, 6)), mesh=mesh, placements=layout, dtype=torch.bfloat16)
         assert x.shape == (5, 6) and x.dtype == torch.bfloat16 and x.placements == layout
     assert dt.zeros(4, mesh=mesh).placements == (R, R) and dt.zeros((), mesh=mesh).shape == ()
@@ -119,6 +130,9 @@ def test_factories():
     ).placements == (R, S1)
     with pytest.raises(ValueError, match=r"from_fn: .*pending"):
         dt.zeros(4, mesh=mesh, placements=(P, R))
+    for make in (dt.zeros, dt.ones, dt.empty, dt.rand):
+        with pytest.raises(TypeError, match="out"):
+            make(4, mesh=mesh, out=torch.ones(4))
 
 
 def test_factories_allocate_the_shard_only():
@@ -151,6 +165,11 @@ def test_from_local_takes_uneven_pieces():
             assert x.to_local().data_ptr() == piece.data_ptr()
             same(x, plain)
     line = ProcessMesh(range(4), ("x",))
+    piece = torch.ones(2, 3)
+    one, other = (dt.from_local(piece, line, [S0]) for _ in range(2))
+    same_piece = dt.local_map(lambda x: piece, in_placements=([S0],), out_placements=[S0])(one)
+    other.requires_grad_()
+    assert not (piece.requires_grad or one.requires_grad or same_piece.requires_grad)
     sizes = [2, 2, 1, 0]
     x = dt.from_local(torch.full((sizes[dist.get_rank()], 3), 1.0), line, [S0])
     assert x.shape == (5, 3)

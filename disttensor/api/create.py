@@ -53,6 +53,8 @@ def from_fn(
     for key, only in (("device", mesh.device), ("layout", torch.strided)):
         if str(kwargs.pop(key, only)) != str(only):
             raise ValueError(f"{who}: {key}: a tensor on {mesh!r} is {only}; leave it out")
+    if kwargs.pop("out", None) is not None:
+        raise TypeError(f"{who}: out=: a factory makes a new tensor; fill an old one by copy_")
     spec = spec_of(mesh, size, dtype_of(fn, mesh, args, dtype), placements, dims_mapping)
     if spec.layout.partial:
         raise ValueError(
@@ -162,7 +164,8 @@ def full(
     """
     if not isinstance(fill_value, (Number, torch.Tensor)) or isinstance(fill_value, DistTensor):
         raise argument_error("full: fill_value", fill_value, "a number")
-    dtype = dtype or torch.as_tensor(fill_value).dtype
+    number: Any = fill_value  # of NumPy, or a 0-d tensor: torch looks at its value alone
+    fill_value = number.item() if hasattr(number, "item") else number
     return from_fn(
         torch.full, mesh, placements, size, fill_value, dtype=dtype, requires_grad=requires_grad
     )

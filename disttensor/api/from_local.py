@@ -110,8 +110,8 @@ def from_pieces(
     if _requires_grad(local):
         read = GradType(spec, axes)
         local = reshard_local(local, read, GradType(spec), None) if axes else local.view_as(local)
-    elif local.requires_grad:
-        local = local.detach()
+    else:
+        local = local.detach()  # a leaf of its own, so that marks of one leave the others
     out = wrap(local, spec)
     if layout.partial:
         views.hand_out(out)
