@@ -107,6 +107,8 @@ class Checkpointer:
             states = {key: v.pop("state") for key, v in values.items() if v["kind"] == "optimizer"}
             digests, firsts = _by_mesh(states, group.index)
             digests |= {(key, ()): _digest(value) for key, value in values.items()}
+            regular = {name: x for name, x in tensors.items() if type(x) is torch.Tensor}
+            digests |= {(name, ()): _digest(x) for name, x in regular.items()}
             generator = torch.get_rng_state()
             values[RANDOM] = {"state": counter.get_state(), "torch": generator}
             return path, _specs(tensors), _digest(generator), digests, _packed(firsts)

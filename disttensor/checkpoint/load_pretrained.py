@@ -169,11 +169,15 @@ def _sources(where: Any, stored: dict[str, Stored]) -> list[Part] | None:
     out = []
     for one in where if isinstance(where, list) else [where]:
         name, rows = one if isinstance(one, tuple) else (one, slice(None))
+        if not isinstance(rows, slice) or rows.step not in (None, 1):
+            raise ValueError(
+                f"pretrained.load: names: {one!r}: the rows of a tensor are a slice without a step"
+            )
         if name not in stored:
             return None
         shape = stored[name].shape
         start, stop, _ = rows.indices(shape[0] if shape else 1)
-        out.append((stored[name], start, stop))
+        out.append((stored[name], start, max(start, stop)))
     return out
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from disttensor.comm import objects
 from disttensor.core.layout import Box
 
 Tensor = torch.Tensor
@@ -100,7 +101,7 @@ def _bytes(x: Tensor) -> memoryview:
 def write_rows(file: Any, stored: Stored, first: int, rows: Tensor) -> None:
     """Writes ``rows`` as the rows of the tensor that begin at ``first``."""
     if rows.numel():
-        left = _bytes(rows.detach().cpu().contiguous())
+        left = _bytes(objects.bytes_of(rows.detach()))
         file.seek(stored.begin + first * stored.row)
         while left:
             left = left[file.write(left) :]
@@ -115,6 +116,7 @@ def read_box(stored: Stored, box: Box, out: Tensor) -> None:
         return
     count, whole = box.shape[0], box.shape[1:] == stored.shape[1:]
     direct = whole and out.dtype == stored.dtype and out.is_cpu and out.is_contiguous()
+    direct = direct and not (out.is_conj() or out.is_neg())
     step = count if direct else max(1, min(count, BUFFER // stored.row))
     buffer = None if direct else torch.empty(step, *stored.shape[1:], dtype=stored.dtype)
     with stored.path.open("rb") as file:

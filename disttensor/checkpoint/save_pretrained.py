@@ -17,6 +17,8 @@ from torch import nn
 from disttensor.checkpoint.safetensors_files import Stored, plan_file, write_rows
 from disttensor.checkpoint.synced_file import SyncedFile, sync_folder
 from disttensor.checks import argument_error, check_int, check_type, is_int
+from disttensor.comm import objects
+from disttensor.comm.agree import agree
 from disttensor.comm.groups import world_group
 from disttensor.comm.objects import run_on_all_ranks
 from disttensor.comm.process_group import world
@@ -62,6 +64,8 @@ def save_pretrained(
     tensors = _tensors(model, names)
     files = _files(folder, tensors, _size(max_shard_size))
     first = world()[0] == 0
+    regular = {n: objects.digest(x) for n, x in tensors.items() if not isinstance(x, DistTensor)}
+    agree("pretrained.save: a regular tensor is one global value, but", world_group(), **regular)
 
     def write() -> None:
         with bar("saving", sum(x.nbytes for x in tensors.values()), "B") as advance:

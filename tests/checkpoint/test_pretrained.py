@@ -137,6 +137,10 @@ def test_names_are_mapped_and_what_does_not_fit_is_refused_before_anything_chang
         (names | {"out.bias": "b"}, file, r"'out.bias' is \[4\] in the model, and \[12\]"),
         (names | {"qkv.weight": ["q", "k"]}, file, r"'qkv.weight' is \[9, 4\].*\[6, 4\]"),
         (names | {"out.bias": ("b", slice(4))}, file, r"the model has no \['ob'\] of 1"),
+        (names | {"out.bias": ("b", slice(0, 4, 2))}, file, "a slice without a step"),
+        (names | {"out.bias": ("b", slice(9, 0, -1))}, file, "a slice without a step"),
+        (names | {"out.bias": ("b", 3)}, file, "a slice without a step"),
+        (names | {"out.bias": ("b", slice(5, 2))}, file, r"\[4\] in the model, and \[0\]"),
         (names, cut, "is not whole"),
         (names, [tmp_path / "no"], "no"),
     ):

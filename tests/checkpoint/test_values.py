@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import disttensor as dt
 from disttensor import Replicate, Shard
+from disttensor.errors import MismatchError
 from tests.support.pool import on_ranks
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -174,3 +176,40 @@ def test_conjugates_and_leaves_come_back(tmp_path: Path) -> None:
     assert torch.equal(into["plain"], want["plain"])
     assert torch.equal(into["split"].full_tensor().resolve_conj(), want["split"])
     assert leaf.tolist() == [1.0, 1.0, 1.0] and leaf.requires_grad and leaf.is_leaf
+    values = {**trees, "imag": trees["plain"].imag, "split_imag": trees["split"].imag, "one": z[3]}
+    here, back = nn.Module(), nn.Module()
+    for name, value in values.items():
+        here.register_buffer(name, value)
+        back.register_buffer(name, torch.zeros_like(value.conj()).conj())
+    dt.pretrained.save(here, tmp_path / "files")
+    dt.pretrained.load(back, tmp_path / "files")
+    for name, value in values.items():
+        assert torch.equal(everything(getattr(back, name)), everything(value)), name
+
+
+def everything(x: torch.Tensor) -> torch.Tensor:
+    x = x.full_tensor() if isinstance(x, dt.DistTensor) else x
+    return x.resolve_conj().resolve_neg()
+
+
+@on_ranks(2)
+def test_regular_values_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:
+    rank = dist.get_rank()
+    net = nn.Linear(2, 2, bias=False)
+    nn.init.constant_(net.weight, rank)
+    same = nn.Linear(2, 2, bias=False)
+    nn.init.constant_(same.weight, 1)
+    sgd = torch.optim.SGD(same.parameters(), momentum=0.9)
+    sgd.state[same.weight]["momentum_buffer"] = torch.full((2, 2), float(rank))
+    saved = dt.Checkpointer(tmp_path)
+    kinds: dict[str, dict[str, Any]] = {
+        "notes.a": {"notes": {"a": big(rank)}}, "net.weight": {"net": net},
+        "big": {"big": big(rank)},
+        "sgd.state.same.weight.momentum_buffer": {"same": same, "sgd": sgd},
+    }  # fmt: skip
+    for name, state in kinds.items():
+        with pytest.raises(ValueError, match=rf"{name} is not the same on ranks 0 and 1"):
+            saved.save(1, **state)
+    with pytest.raises(MismatchError, match=r"weight differs between the ranks"):
+        dt.pretrained.save(net, tmp_path)
+    assert not saved.steps() and not list(tmp_path.glob("*.safetensors"))
