@@ -62,7 +62,7 @@ class Owned:
             outside = index[(index < 0) | (index >= self.total)]
             if not len(outside):
                 raise
-            raise IndexError(
+            raise RuntimeError(
                 f"index {int(outside[0])} is out of bounds for dimension {dim} with size "
                 f"{self.total}"
             ) from None

@@ -47,15 +47,18 @@ def local_extreme(x: Tensor, gone: tuple[int, ...], largest: bool) -> Tensor:
 
 
 def best_of(
-    call: LocalCall, x: Tensor, gone: tuple[int, ...], largest: bool, axes: Axes, nan: bool = True
-) -> Tensor:
+    call: LocalCall, x: Tensor, gone: tuple[int, ...], largest: bool, axes: Axes, nan: bool = True,
+    masked: bool = False,
+) -> Tensor:  # fmt: skip
     """Returns the extreme over all ranks, with reduced dims kept. All elements that tie share the
-    gradient evenly. ``nan``: NaN ties with NaN; else the gradient of NaN is 0/0."""
+    gradient evenly. ``nan``: NaN ties with NaN; else the gradient of NaN is 0/0. ``masked``: the
+    others get 0, also if the gradient is not finite."""
     every = call.collectives.all_gather(local_extreme(x.detach(), gone, largest), axes)
     best = torch.amax(every, 0) if largest else torch.amin(every, 0)
     if not x.requires_grad:
         return best
-    return Extreme.apply(x, best, None, gone, call.collectives, axes, ties if nan else torch.eq)
+    found = ties if nan else torch.eq
+    return Extreme.apply(x, best, None, gone, call.collectives, axes, found, masked)
 
 
 def ties(x: Tensor, best: Tensor) -> Tensor:
@@ -71,27 +74,30 @@ class Extreme(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, best: Tensor, count: Tensor | None, gone: tuple[int, ...],
         collectives: Collectives, axes: Axes, ties: Callable[..., Tensor] = ties,
+        masked: bool = False,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, best, count)
-        ctx.with_ = gone, collectives, axes, ties
+        ctx.with_ = gone, collectives, axes, ties, masked
         return best.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, best, count = ctx.saved_tensors
-        gone, collectives, axes, ties = ctx.with_
+        gone, collectives, axes, ties, masked = ctx.with_
         tie = ties(x, best)
         if count is None:
             count = collectives.all_reduce(tie.sum(gone, True), "sum", axes)
         share = collectives.pvary(grad, axes) / count
-        return share * tie, *[None] * 6
+        return torch.where(tie, share, 0) if masked else share * tie, *[None] * 7
 
 
 def extreme_of_all(gone: tuple[int, ...], largest: bool, nan: bool) -> Callable[..., Tensor]:
-    """Returns a function for ``inner``; ``nan``: see ``best_of``."""
+    """Returns a function for ``inner``. ``nan``: as of max() and min(), whose gradient is masked;
+    see ``best_of``."""
 
     def reduce(call: LocalCall, axes: Axes, x: Tensor, *_: Any, **__: Any) -> Tensor:
-        return best_of(call, x, gone, largest, axes, nan).reshape(call.outputs[0].local_shape)
+        best = best_of(call, x, gone, largest, axes, nan, masked=nan)
+        return best.reshape(call.outputs[0].local_shape)
 
     return reduce
 

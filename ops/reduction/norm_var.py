@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from disttensor.core.layout import Axes
 from ops.dims import fronts, without
 from ops.dtypes import root, widened
-from ops.empty_pieces import is_empty, zero_of, zeros_if_empty
+from ops.empty_pieces import is_empty, zeros_if_empty
 from ops.factors import Arg, Factors, NoRule, pointwise_factors
 from ops.local import LocalCall
 from ops.reduction.max_min import best_of
@@ -32,6 +32,18 @@ def powers(x: Tensor, p: float) -> Tensor:
     return torch.where(at_zero, x * 0, size.masked_fill(at_zero, 1).pow(p))
 
 
+class _NoGradient(torch.autograd.Function):
+    """``value`` as a function of x to which it passes no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return None, None
+
+
 def p_norm(call: LocalCall, x: Tensor, p: float, gone: tuple[int, ...], axes: Axes) -> Tensor:
     """Returns the p-norm over the reduced dims (kept) of all ranks, shared. Gradients at 0 as
     torch's: 0."""
@@ -39,7 +51,7 @@ def p_norm(call: LocalCall, x: Tensor, p: float, gone: tuple[int, ...], axes: Ax
         return best_of(call, x.abs(), gone, p > 0, axes)
     if p == 0:
         counts = call.collectives.psum((x != 0).sum(gone, True).to(x.dtype), axes)
-        return counts + zero_of(x)
+        return _NoGradient.apply(x, counts)
     return root(call.collectives.psum(powers(x, p).sum(gone, True), axes), p)
 
 

@@ -78,6 +78,9 @@ def logsumexp(input: Arg, dim: Any, keepdim: bool = False, *, out: None = None) 
     gone = reduced_dims(input, dim)
     if input.dtype is not None and not input.dtype.is_floating_point:
         raise NoRule("logsumexp of integers")
+    if dim in ((), []) and not keepdim and input.ndim:
+        ones = [1] * input.ndim
+        raise RuntimeError(f"output with shape [] doesn't match the broadcast shape {ones}")
 
     def reduce(call: LocalCall, axes: Axes, x: Tensor, *_: Any, **__: Any) -> Tensor:
         x_wide = widened(x)

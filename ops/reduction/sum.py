@@ -16,7 +16,7 @@ from torch import Tensor
 
 from disttensor.core.layout import Axes
 from ops.dims import FIRST, fronts
-from ops.factors import Arg, Factors, Letter, LocalMaker, NoRule
+from ops.factors import Arg, Factors, Letter, LocalMaker, NoRule, pointwise_factors
 from ops.local import LocalCall
 from ops.registry import rule
 
@@ -74,7 +74,9 @@ def inner(gone: tuple[int, ...], reduce: Callable[..., Any]) -> LocalMaker:
 
 @rule(torch.sum)
 def sum(input: Arg, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Factors:
-    """reduced dims: P(sum)"""
+    """reduced dims: P(sum); to bool: P(any)"""
+    if dtype is torch.bool:
+        return reduction(input, dim, keepdim, "any")
     return reduction(input, dim, keepdim, "sum", linear_terms=FIRST)
 
 
@@ -120,8 +122,11 @@ def nanmean(
 def _pending(func: Any, kind: str, doc: str) -> None:
     @rule(func, doc=f"reduced dims: P({doc}")
     def factors(input: Arg, dim: Any = None, keepdim: bool = False, **words: Any) -> Factors:
+        if kind in ("any", "all") and isinstance(dim, (list, tuple)) and not dim:
+            return pointwise_factors([input])  # torch reduces no dim here
         of_bytes = {"any": "max", "all": "min"} if input.dtype is torch.uint8 else {}
-        return reduction(input, dim, keepdim, of_bytes.get(kind, kind))
+        op = "any" if words.get("dtype") is torch.bool else of_bytes.get(kind, kind)
+        return reduction(input, dim, keepdim, op)
 
 
 _pending(torch.nansum, "sum", "sum); not linear, NaN counts as 0")

@@ -253,6 +253,8 @@ INDEX = [
     case("x[-i]", lambda x, i: x[i], A, torch.tensor([-1, -5])),
     case("x[mask]", lambda x, m: x[m], A, MASK, may_fall_back=True, most=6),
     case("x[row mask]", lambda x, m: x[m], A, MASK[:, 0], may_fall_back=True, most=6),
+    case("x[bytes]", lambda x, m: x[m.byte()], A, MASK, may_fall_back=True, most=2),
+    case("x[:, bytes]", lambda x, m: x[:, m.byte()], A, MASK[0], may_fall_back=True, most=2),
     of("masked_select", A, MASK, may_fall_back=True, most=6),
     of("nonzero", A, grad=False, may_fall_back=True, most=4),
     of("unique", INT, may_fall_back=True, most=4),

@@ -4,6 +4,7 @@ process, for reductions, scans, sorting, norms and losses."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import disttensor as dt
 from disttensor.core.placement import Placement, Replicate, Shard
 from ops.factors import NoRule
+from tests.support.pool import on_ranks
 from tests.support.simulate import check_rule
 from tests.support.structure import replace_tensors
 
@@ -108,3 +111,60 @@ def check(call: Call, name: str, layout: list[Placement]) -> str:
 def test_special_points(name: str) -> None:
     found = [check(call, name, layout) for call in [*CALLS, *LISTS] for layout in ([S0], [S1])]
     assert not any(found), "\n".join(filter(None, found))
+
+
+Run = Callable[[Any], Any]
+VALUES = torch.arange(12.0).view(3, 4) - 3
+
+
+def gradient(func: Run, grad: float = 1.0) -> Run:
+    """Returns the function from a tensor to its gradient, for a gradient of the result."""
+
+    def run(x: Any) -> Any:
+        x = x.detach().requires_grad_()
+        y = func(x)
+        y.backward(torch.full_like(y, grad))
+        return x.grad
+
+    return run
+
+
+OF_VALUES: dict[str, Run] = {
+    **{f"{f.__name__} of no dim": lambda x, f=f: f(x, ()) for f in (torch.any, torch.all)},
+    **{f"{f.__name__} kept": lambda x, f=f: f(x > 0, [], True) for f in (torch.any, torch.all)},
+    "any of bytes": lambda x: x.to(torch.uint8).any(()),
+    "sum to bool": lambda x: x.sum(0, dtype=torch.bool),
+    "sum of all to bool": lambda x: x.sum(dtype=torch.bool),
+    "nansum to bool": lambda x: x.nansum(1, dtype=torch.bool),
+    "logsumexp of no dim": lambda x: x.logsumexp(()),
+    **{
+        f"{f.__name__} times {g}": gradient(f, g)
+        for f in (torch.max, torch.min) for g in (INF, NAN)
+    },
+    "norm 0": gradient(lambda x: torch.linalg.vector_norm(x, 0)),
+    "norm 0 of rows": gradient(lambda x: torch.norm(x, 0, 1)),
+    "outside": lambda x: x.gather(0, torch.full((1, 4), 5)),
+    "before": lambda x: x.gather(1, torch.full((3, 1), -1)),
+}  # fmt: skip
+
+
+def shown(run: Run, x: Any) -> Any:
+    try:
+        y = run(x)
+    except Exception as error:
+        return type(error)
+    y = y.full_tensor() if isinstance(y, dt.DistTensor) else y
+    return y if y is None else (y.dtype, str(y.tolist()))
+
+
+@on_ranks(2)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_special_arguments_and_gradients() -> None:
+    mesh, wrong = dt.init_mesh((2,)), []
+    for name, run in OF_VALUES.items():
+        want = shown(run, VALUES)
+        for at in (R, S0, S1):
+            got = shown(run, dt.shard_tensor(VALUES, mesh, [at]))
+            if got != want:
+                wrong.append((name, at, want, got))
+    assert not wrong, "\n".join(map(str, wrong))
