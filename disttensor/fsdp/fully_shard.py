@@ -115,12 +115,13 @@ def shard_data_parallel(
             "accelerators, are not implemented; on a CPU mesh they are there already"
         )
     dims = shard_dims(module, shard_placement_fn, shard_axis, ignored)
-    if shard_axis is not None or any(policy.param_dtype for policy in policies.of.values()):
-        check_hooks("shard_data_parallel", module, mesh, ignored)
+    collects = shard_axis is not None or any(p.param_dtype for p in policies.of.values())
+    placing = check_hooks("shard_data_parallel", module, mesh, collects, ignored)
     names = {id(p): name for name, p in module.named_parameters()}
     owned = [p for p in module.parameters() if id(p) not in ignored]
     split = {names[id(p)] for p in owned if split_by(p, shard_axis, mesh)}
-    sharded = shard_params(module, mesh, shard_axis, ignored, dims)
+    with placing:
+        sharded = shard_params(module, mesh, shard_axis, ignored, dims)
     places: dict[int, list[Slot]] = {}
     for slot in slots(module):
         places.setdefault(id(slot.value), []).append(slot)

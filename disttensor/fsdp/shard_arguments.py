@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from disttensor.nn.parameters import slots
 from disttensor.nn.shard_module import check_sizes, check_subclasses
 from disttensor.nn.shared_memory import check_memory
 from disttensor.tensor.dist_tensor import DistTensor
-from disttensor.tensor.user_facts import compare_placed, hooks_of
+from disttensor.tensor.user_facts import compare_placed, compared, hooks_of
 
 
 def params_inside(module: nn.Module, stage: int) -> frozenset[int]:
@@ -125,23 +126,31 @@ def check_arguments(
 
 
 def check_hooks(
-    who: str, module: nn.Module, mesh: ProcessMesh | None, ignored: frozenset[int] = frozenset()
-) -> None:
-    """Raises ValueError for a hook that needs the gradient of one backward before it is added up:
-    the parameter will have a copy that collects gradients. The ranks compare their hooks first."""
-    params = [
-        (name, p, mesh if mesh is not None or not isinstance(p, DistTensor) else p.spec.mesh)
-        for name, p in module.named_parameters()
-        if id(p) not in ignored and not has_own_operators(p)
-    ]
-    compare_placed(who, params)
-    for name, p, _ in params:
-        if hooks_of(p)[0]:
+    who: str, module: nn.Module, mesh: ProcessMesh | None, collects: bool,
+    ignored: frozenset[int] = frozenset(), values: bool = False,
+) -> AbstractContextManager[None]:  # fmt: skip
+    """Compares what the ranks put on the tensors that will be placed on ``mesh``, before anything
+    is changed. Returns the context for placing them, in which the ranks compare nothing again.
+
+    ``collects``: copies will collect the gradients of parameters; raises ValueError for a hook that
+    needs the gradient of one backward before it is added up. ``values``: see ``compare_placed``.
+    """
+
+    def mesh_of(x: Any) -> ProcessMesh | None:
+        on_stage = isinstance(x, DistTensor) and (mesh is None or x.spec.mesh.root.size < mesh.size)
+        return x.spec.mesh if on_stage else mesh
+
+    owned = [s for s in slots(module) if id(s.value) not in ignored]
+    placed = [(s.name, s.value, mesh_of(s.value)) for s in owned if not has_own_operators(s.value)]
+    differing = bool(compare_placed(who, placed, values))
+    for name, p, _ in placed if collects else ():
+        if isinstance(p, nn.Parameter) and hooks_of(p)[0]:
             raise ValueError(
                 f"{who}: parameter {name!r} has a hook (register_hook), and its "
                 "gradient collects on a temporary copy, so the hook would not be called. Remove "
                 "it, and change p.grad in register_post_accumulate_grad_hook"
             )
+    return compared(differing)
 
 
 def check_ignored(module: nn.Module, params: Any) -> frozenset[int]:

@@ -19,7 +19,7 @@ from disttensor.nn.shard_module import place
 from disttensor.nn.shared_memory import replace_held
 from disttensor.tensor.base import as_parameter
 from disttensor.tensor.dist_tensor import DistTensor, wrap
-from disttensor.tensor.user_facts import carry_over, compare_placed
+from disttensor.tensor.user_facts import carry_over
 from reshard import cross_mesh
 
 
@@ -104,7 +104,6 @@ def _place(
     placed = [s for s in slots(module) if isinstance(s.value, DistTensor)]
     mine = [s for s in placed if id(s.value) not in ignored and not has_own_operators(s.value)]
     brought = [s for s in mine if spec_on(s.value, mesh) is not s.value.spec]  # type: ignore
-    compare_placed("shard_data_parallel", ((s.name, s.value, mesh) for s in brought))
     for slot in brought:  # from sub-meshes
         x: Any = slot.value
         if id(x) not in made:

@@ -266,22 +266,21 @@ class Strategy:
         if layers is None:
             self._check_layers(model, pp, order, options)
         create_groups(self.groups())
-        if self.degrees().sharding > 1 or self._param_dtype() is not None:
-            check_hooks("Strategy.apply", model, self.stages()[0] if pp == 1 else None)
         before = slots(model)
         segments: Segments | None = self.segments
-        if pp == 1 and layers is None:
-            mesh = self.stages()[0]
-            shard_module(model, mesh, places, init=init)
-        else:
-            mesh = None
-            modules: Any = model if layers is None else layers
-            split = pipeline.split(modules, order, places, of=model, init=init, **options)
-            if segments is None and pp > 1:  # a segment lies on one stage
-                segments = tuple(
-                    name for name, _ in split if [*model.get_submodule(name).parameters()]
-                )
-        model = self._shard_data_parallel(model, mesh, segments)
+        collects = self.degrees().sharding > 1 or self._param_dtype() is not None
+        mesh = self.stages()[0] if pp == 1 and layers is None else None
+        with check_hooks("Strategy.apply", model, mesh or self.mesh(), collects, values=True):
+            if mesh is not None:
+                shard_module(model, mesh, places, init=init)
+            else:
+                modules: Any = model if layers is None else layers
+                split = pipeline.split(modules, order, places, of=model, init=init, **options)
+                if segments is None and pp > 1:  # a segment lies on one stage
+                    segments = tuple(
+                        name for name, _ in split if [*model.get_submodule(name).parameters()]
+                    )
+            model = self._shard_data_parallel(model, mesh, segments)
         recompute(model, recomputed)
         return model, rebind(optimizer, model, before)
 

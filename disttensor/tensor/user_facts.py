@@ -10,7 +10,9 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -28,6 +30,8 @@ from disttensor.tensor.leaf_hooks import leaf_hooks
 Tensor = torch.Tensor
 Hooks = OrderedDict[int, Callable[[Any], Any]]
 
+_KINDS = "register_hook", "register_post_accumulate_grad_hook"
+_COMPARED: ContextVar[bool | None] = ContextVar("compared", default=None)
 # attributes that the user did not set
 _OWN = MeshTensor.__annotations__.keys() | Checkpointable.__annotations__.keys() | {"_replaced"}
 
@@ -65,11 +69,14 @@ def compare_placed(
     them for a hook on some ranks only, which would make these ranks reduce. ``values``: also for
     other shapes or dtypes; returns the meshes whose ranks have other values."""
     hooked: dict[ProcessMesh, tuple[list[str], list[Sample]]] = {}
+    if (known := _COMPARED.get()) is not None:
+        return [mesh for _, _, mesh in placed if known and mesh is not None]
     for name, x, mesh in placed:
         if mesh is not None and mesh.coordinate is not None and mesh.size > 1:
             names, samples = hooked.setdefault(mesh, ([], []))
-            if x.is_leaf and any(hooks_of(x)):
-                names.append(name)
+            if x.is_leaf:
+                kinds = zip(_KINDS, hooks_of(x), strict=True)
+                names += [f"{name}.{kind}" for kind, hooks in kinds if hooks]
             if values and not isinstance(x, MeshTensor) and not is_fake():
                 samples.append(sample(x, 8))
     differing = []
@@ -81,6 +88,17 @@ def compare_placed(
         if not all(are_alike(first, theirs) for theirs in others):
             differing.append(mesh)
     return differing
+
+
+@contextmanager
+def compared(differing: bool) -> Iterator[None]:
+    """In this context ``compare_placed`` sends nothing, because all tensors that are placed were
+    compared. ``differing``: the ranks have other values of some."""
+    before = _COMPARED.set(differing)
+    try:
+        yield
+    finally:
+        _COMPARED.reset(before)
 
 
 def carry_over(old: Any, new: MeshTensor, what: str) -> None:
