@@ -443,7 +443,7 @@ BAD: dict[str, dict[str, str]] = {
         f"F.set_{name}(True)": {name: f"None {FLAGS}", "recurse": f"None {FLAGS}"}
         for name in (
             "requires_gradient_sync", "requires_all_reduce", "reshard_after_forward",
-            "reshard_after_backward",
+            "reshard_after_backward", "reduce_scatter_unused_params",
         )
     },
     "F.set_force_sum_reduction_for_comms(True)": {"enable": f"None {FLAGS}"},
@@ -457,6 +457,12 @@ BAD: dict[str, dict[str, str]] = {
     "F.set_custom_all_gather(COMM)": {"comm": "None 3 step"},
     "F.set_custom_reduce_scatter(COMM)": {"comm": "None 3 step"},
     "F.set_post_optim_event(torch.Event())": {"event": "None 3 'x'"},
+    "F.set_all_reduce_hook(print)": {"hook": "None 3 'x'"},
+    "F.set_unshard_in_backward(True)": {"unshard_in_backward": f"None {FLAGS}"},
+    "F.set_separate_reduce_scatter_group()": {
+        "enable": f"None {FLAGS}", "recurse": f"None {FLAGS}"},
+    "F.set_allocate_memory_from_process_group_for_comm(True)": {"enable": f"None {FLAGS}"},
+    "F.set_symm_mem_for_comm()": {"backend": "None 3 'x'"},
     "dt.pretrained.save(lin(),'a')": {
         "model": MODULE, "folder": "None 3 []", "max_shard_size": "None 0 -1 5e9 True '5XB'",
         "names": "3 'x' [1]"},

@@ -40,7 +40,7 @@ from disttensor.observe import observers
 from disttensor.pytree import find_tensors, replace_tensors
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.grad_slot import grad_memory_of
-from disttensor.tensor.uses import forget_derivation
+from disttensor.tensor.uses import forget_derivation, leaves_of
 from disttensor.torch_private import current_backward, has_data, storage_id
 
 Tensor = torch.Tensor
@@ -332,8 +332,8 @@ class Engine:
             if new:
                 make_groups([param], scatter=self.scatter)
             for leaf in new:
-                if segment.options.divide_by is not None:
-                    segment.add_division(leaf)
+                if segment.options.changes:
+                    segment.add_change(param, leaf)
                 if segment.copied:  # gathered for one backward, and freed at its end
                     compute_weight_now(leaf)
                 at = len(segment.leaves)
@@ -371,15 +371,20 @@ class Engine:
         first = not backward.entered
         backward.begin(segment)
         if segment.buffers:
-            segment.finish_gather()
-            segment.kept |= backward.keeps_graph
-            segment.show_params()
-            order = [s for s in reversed(self.order) if s is segment or s not in backward.entered]
+            if segment.options.unshard_in_backward:
+                segment.finish_gather()
+                segment.kept |= backward.keeps_graph
+                segment.show_params()
+
+            def comes(s: Segment) -> bool:
+                return s not in backward.entered and s.options.unshard_in_backward
+
+            order = [s for s in reversed(self.order) if s is segment or comes(s)]
             if first:  # often the root's segment, whose forward began first
                 order = [segment, *[s for s in order if s is not segment]]
             chosen = segment.options.backward_prefetch
             if chosen is not None:
-                chosen = [s for s in chosen if s not in backward.entered]
+                chosen = [s for s in chosen if comes(s)]
             self._prefetch(segment, order, chosen)
 
     @outside_user_modes
@@ -473,6 +478,19 @@ class Engine:
                 for work in steps:
                     work.wait()
             self.deferred.discard(segment)
+
+    def reset(self) -> None:
+        """Drops what a forward or a backward that failed has left, and unreduced gradients."""
+        self.clean_up()
+        self._drop_forwards()
+        for segment in self.segments:
+            for param in segment.params:
+                param.drop()
+                for axes, leaf in leaves_of(param.sharded_param):
+                    leaf.grad = None if axes else leaf.grad
+            if not segment.busy:
+                segment.free(always=True)
+        self.deferred.clear()
 
     def run_hooks(self) -> None:
         params = [p for s in self.segments for p in s.params]

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from disttensor.autograd.accumulation import BackwardContext
-from disttensor.checks import argument_error, check_bool, check_int, check_positive, check_sequence
-from disttensor.fsdp.engine import SEGMENTS
+from disttensor.checks import (
+    argument_error,
+    check_bool,
+    check_callable,
+    check_int,
+    check_positive,
+    check_sequence,
+)
+from disttensor.fsdp.engine import ENGINE, SEGMENTS
 from disttensor.fsdp.segment import Segment
 
 
@@ -104,7 +111,62 @@ class FSDPModule:
         global loss; torch divides by the number of ranks, because each rank has a loss there."""
         check_positive("set_gradient_divide_factor: factor", factor, "a positive number")
         for segment in _segments(self):
-            segment.divide_gradients(float(factor))
+            segment.change_gradients(divide_by=float(factor))
+
+    set_reduce_scatter_divide_factor = set_gradient_divide_factor  # its name in older versions
+
+    def set_all_reduce_hook(self, hook: Callable[[Tensor], Any], *, stream: Any = None) -> None:
+        """Calls ``hook`` with each complete gradient of this rank's shard of a parameter, before it
+        is added to ``p.grad``; the hook may change it in place. In torch the gradients of all
+        parameters are one flat tensor. All ranks set one. ``stream`` changes nothing: the hook runs
+        in the stream of the reduction."""
+        check_callable("set_all_reduce_hook: hook", hook, "a function of a tensor")
+        for segment in _segments(self):
+            segment.change_gradients(all_reduce_hook=hook)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """False: backwards do not gather the parameters. For parameters whose values no backward
+        needs, as of an embedding; a backward that reads them raises an error."""
+        check_bool("set_unshard_in_backward: unshard_in_backward", unshard_in_backward)
+        for segment in _segments(self):
+            segment.options.unshard_in_backward = unshard_in_backward
+
+    def reset_iter_state(self) -> None:
+        """Drops what a forward or a backward that raised an error has left: gathered parameters,
+        and gradients that are not reduced to shards of all ranks yet. Call it of the outermost
+        module, on all ranks. Without it the next forward cleans up, and keeps such gradients of
+        earlier micro-batches."""
+        if ENGINE not in vars(self):
+            raise RuntimeError(
+                f"reset_iter_state of {type(self).__name__}: call it of the module of the last, "
+                "outermost call of fully_shard"
+            )
+        vars(self)[ENGINE].reset()
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Changes nothing: a rank without a gradient of a parameter sends zeros. If no rank has
+        one, the gradient stays None."""
+        who = "set_reduce_scatter_unused_params: reduce_scatter_unused_params"
+        check_bool(who, reduce_scatter_unused_params)
+        _segments(self, recurse)
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Changes nothing: reductions have a communicator of their own."""
+        check_bool("set_separate_reduce_scatter_group: enable", enable)
+        _segments(self, recurse)
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Changes nothing: a hint about the memory of buffers."""
+        check_bool("set_allocate_memory_from_process_group_for_comm: enable", enable)
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Changes nothing: a hint about the memory of buffers."""
+        if backend != "NCCL":
+            raise argument_error("set_symm_mem_for_comm: backend", backend, "'NCCL'", ValueError)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Changes nothing: all reductions of gradients are sums."""

@@ -73,6 +73,7 @@ class FSDPParam:
         # of users, after accumulation
         self.hooks: OrderedDict[int, Callable[[Any], Any]] = OrderedDict()
         self._accumulated = False
+        self.all_reduce_hook: Callable[[Tensor], Any] | None = None  # see ``FSDPModule``
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FSDPParam:
         param, slots = deepcopy((self.sharded_param, self.slots), memo)
@@ -309,6 +310,8 @@ class FSDPParam:
     def accumulate_grad(self, grad: Tensor, axes: Axes) -> None:
         """Adds ``grad``, to be summed over ``axes``, to the gradient of the parameter."""
         self._accumulated = True
+        if self.all_reduce_hook is not None and not axes:
+            self.all_reduce_hook(grad)
         grad = grad.to(self.sharded_param.dtype)
         if self.dim:  # the strides of a contiguous tensor, also where the piece has one column
             grad = grad.contiguous().flatten().view(grad.shape)

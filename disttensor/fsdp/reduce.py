@@ -72,8 +72,14 @@ def reductions(
 def accumulate_in_graph(params: Sequence[FSDPParam], *, last: bool) -> None:
     """Reduces each gradient on its own, differentiably, after backward(create_graph=True).
 
-    Raises RuntimeError, on all ranks, if some of them have no gradient of a parameter.
+    Raises RuntimeError, on all ranks, if some of them have no gradient of a parameter, or if a hook
+    would change gradients in place.
     """
+    if any(p.all_reduce_hook is not None for p in params):
+        raise RuntimeError(
+            "backward(create_graph=True): the hook of set_all_reduce_hook changes gradients in "
+            "place, which cannot be differentiated: register_hook of the parameter's uses can"
+        )
     for param in params:
         pieces, axes = param.pop_pieces(), param.pending_axes()
         if axes:

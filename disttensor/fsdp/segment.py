@@ -13,7 +13,7 @@ the modules show metadata of unsharded parameters, as their layouts decide the l
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -45,8 +45,12 @@ class SegmentOptions:
     most_reductions   reductions to shards under way at once: each holds the gradients of a segment.
     forward_prefetch, backward_prefetch
                       the segments to gather ahead; None: by the order of the last forward.
-    divide_by         the number by which gradients are divided; None: no hook divides.
+    divide_by         the number by which gradients are divided.
+    all_reduce_hook   the user's function that changes complete gradients in place.
+    changes           True if leaves have hooks for the two.
     reduce_scatter    the user's collective.
+    unshard_in_backward
+                      False: the backward needs no unsharded parameter.
     """
 
     context: BackwardContext = ONLY
@@ -55,7 +59,10 @@ class SegmentOptions:
     forward_prefetch: list[Segment] | None = None
     backward_prefetch: list[Segment] | None = None
     divide_by: float | None = None
+    all_reduce_hook: Callable[[Tensor], Any] | None = None
+    changes: bool = False
     reduce_scatter: Any = None
+    unshard_in_backward: bool = True
 
 
 class Segment:
@@ -125,17 +132,21 @@ class Segment:
         new.options = replace(
             self.options, **{f: deepcopy(getattr(self.options, f), memo) for f in fields}
         )
+        for param in new.params:
+            param.all_reduce_hook = self.options.all_reduce_hook
         return new
 
-    def divide_gradients(self, by: float) -> None:
-        """Divides the gradients of all later backwards."""
-        if self.options.divide_by is None:
-            for leaf in [x for p in self.params for x in p.hooked_leaves()]:
-                self.add_division(leaf)
-        self.options.divide_by = by
+    def change_gradients(self, **options: Any) -> None:
+        """Sets options that change the gradients of all later backwards."""
+        before, self.options = self.options, replace(self.options, changes=True, **options)
+        for param in self.params:
+            param.all_reduce_hook = self.options.all_reduce_hook
+            for leaf in [] if before.changes else param.hooked_leaves():
+                self.add_change(param, leaf)
 
-    def add_division(self, leaf: Tensor) -> None:
-        leaf.register_hook(partial(_divide, weakref.ref(self)))
+    def add_change(self, param: FSDPParam, leaf: Tensor) -> None:
+        is_complete = leaf is param.sharded_param.local
+        leaf.register_hook(partial(_change, weakref.ref(self), is_complete))
 
     @property
     def is_visible(self) -> bool:
@@ -214,7 +225,13 @@ class Segment:
             self.free()
 
 
-def _divide(segment: weakref.ref[Segment], grad: Tensor) -> Tensor | None:
+def _change(segment: weakref.ref[Segment], is_complete: bool, grad: Tensor) -> Tensor | None:
     # Weak: the garbage collector does not see hooks of autograd.
     of = segment()
-    return None if of is None or of.options.divide_by is None else grad / of.options.divide_by
+    if of is None:
+        return None
+    grad = grad if of.options.divide_by is None else grad / of.options.divide_by
+    if is_complete and of.options.all_reduce_hook is not None:
+        grad = grad.clone()
+        of.options.all_reduce_hook(grad)
+    return grad

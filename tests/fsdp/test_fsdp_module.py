@@ -157,6 +157,12 @@ def test_methods_of_torch_change_what_is_sent_and_no_value() -> None:
         "buffers": (each("set_reduce_scatter_max_input_buffers", 1), (4, 7)),
         "sums": (each("set_force_sum_reduction_for_comms", True), (4, 7)),
         "event": (lambda model, i: model.set_post_optim_event(torch.Event()), (4, 7)),
+        "unused": (each("set_reduce_scatter_unused_params", True), (4, 7)),
+        "group": (each("set_separate_reduce_scatter_group"), (4, 7)),
+        "memory": (each("set_allocate_memory_from_process_group_for_comm", True), (4, 7)),
+        "symmetric": (each("set_symm_mem_for_comm"), (4, 7)),
+        # no backward needs the weight of the first layer
+        "backward": (lambda model, i: model.inner[0].set_unshard_in_backward(False), (4, 6)),
         "gather": (each("set_custom_all_gather", gather), (4, 7)),
         "scatter": (each("set_custom_reduce_scatter", scatter), (4, 7)),
     }
@@ -180,6 +186,52 @@ def test_methods_of_torch_change_what_is_sent_and_no_value() -> None:
         train(model, split(ROWS, line()), partial(method, model))
         same(model, expected, name)
     assert gather.calls and scatter.calls
+
+
+def check_grads(model: Any, expected: Any, factor: float, name: str) -> None:
+    for key, p in expected.named_parameters():
+        found = model.get_parameter(key).grad.full_tensor()
+        torch.testing.assert_close(found, p.grad * factor, msg=lambda m, k=key: f"{name} {k}\n{m}")
+
+
+@on_ranks(2)
+def test_gradients_change_in_hooks_and_are_dropped_after_errors() -> None:
+    expected = net()
+    expected(ROWS[0]).square().sum().backward()
+    for kinds, root in (("sss", "s"), ("rrr", "r"), ("s-s", "s")):
+        for how in (Shard(0), Replicate()):
+            model, x = nested(net(), line(), kinds, root), dt.shard_tensor(ROWS[0], line(), [how])
+            for module in [m for m in model.modules() if isinstance(m, dt.fsdp.FSDPModule)]:
+                module.set_all_reduce_hook(lambda grad: grad.mul_(3))
+            for one in (model, copy.deepcopy(model)):
+                for share in (0.25, 0.75):
+                    (one(x).square().sum() * share).backward()
+                check_grads(one, expected, 3, f"{kinds} {how}")
+    loss = model(x).square().sum()
+    with pytest.raises(RuntimeError, match="set_all_reduce_hook"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*reference cycle")
+        loss.backward(create_graph=True)
+
+    model = nested(net(), line())
+    model.inner[1].set_unshard_in_backward(False)
+    with pytest.raises(RuntimeError):  # its weight is read
+        model(x).sum().backward()
+    model.inner[1].set_unshard_in_backward(True)
+    model.zero_grad()
+    for sync in (False, True):
+        model.set_requires_gradient_sync(sync)
+        model(x).sum().backward()
+        y = model(x)
+        y.register_hook(lambda grad: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            y.sum().backward()
+        model.reset_iter_state()
+        assert sync or all(p.grad is None for p in model.parameters())
+        model.zero_grad()
+    model(x).square().sum().backward()
+    check_grads(model, expected, 1, "after errors")
+    with pytest.raises(RuntimeError, match="outermost call"):
+        model.inner[0].reset_iter_state()
 
 
 @on_ranks(2)
