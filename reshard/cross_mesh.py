@@ -102,8 +102,6 @@ def fill(x: Tensor, place: Axes, plan: CrossMeshPlan) -> Tensor:
             x = torch.full_like(
                 x, neutral_element(op, x.dtype), memory_format=torch.contiguous_format
             )
-        elif op == "avg":
-            x = x * plan.after.mesh.shape[axis]
     return x
 
 

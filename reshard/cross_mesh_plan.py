@@ -16,7 +16,7 @@ from disttensor.cache import cached
 from disttensor.core.layout import Layout
 from disttensor.core.spec import DistSpec
 from reshard import planner
-from reshard.graph import NARROW, REDUCTION_KIND
+from reshard.graph import REDUCTION_KIND
 from reshard.registry import Axes
 from reshard.routing import Routing, between
 from reshard.validate import check
@@ -62,10 +62,10 @@ def plan_between(src: DistSpec, dst: DistSpec) -> CrossMeshPlan:
     Raises ValueError for specs that do not fit.
     """
     check(src, dst)
-    after, made = _arriving(dst)
     best: tuple[int, int, CrossMeshPlan] | None = None
-    for kept in dict.fromkeys((_staying(src, dst, made), ())):
-        once = tuple(entry for entry in made if entry not in kept)
+    for kept in dict.fromkeys((_staying(src, dst), ())):
+        after = _arriving(dst, kept)
+        once = tuple(entry for entry in after.layout.partial if entry not in kept)
         for before in _ready(src, kept):
             routes = between(before, after, _axes(kept), _axes(once))
             one = CrossMeshPlan(src, dst, before, after, once, routes)
@@ -77,19 +77,21 @@ def plan_between(src: DistSpec, dst: DistSpec) -> CrossMeshPlan:
     return best[2]
 
 
-def _arriving(dst: DistSpec) -> tuple[DistSpec, Reductions]:
-    """Returns dst without users' own placements, and the reductions that are pending in it."""
+def _arriving(dst: DistSpec, kept: Reductions) -> DistSpec:
+    """Returns dst without users' own placements, and without averages that are not ``kept``: a
+    replicated value becomes a pending average."""
     layout = planner.essential(dst)
     theirs = set(_axes(layout.custom))
-    late = {"avg"} if dst.dtype.itemsize < NARROW else set()
-    made = tuple((a, op) for a, op in layout.partial if a not in theirs and op not in late)
+    late = {entry for entry in layout.partial if entry[1] == "avg"} - {*kept}
+    made = tuple(e for e in layout.partial if e[0] not in theirs and e not in late)
     dims = tuple(_until(axes, theirs) for axes in dst.layout.dims)
-    return dst.with_layout(Layout(dims, made)), made
+    return dst.with_layout(Layout(dims, made))
 
 
-def _staying(src: DistSpec, dst: DistSpec, made: Reductions) -> Reductions:
+def _staying(src: DistSpec, dst: DistSpec) -> Reductions:
     """Returns the reductions that may be sent unreduced: on equal meshes, in any order."""
-    layout = planner.essential(src)
+    layout, made = planner.essential(src), planner.essential(dst).partial
+    made = _arriving(dst, made).layout.partial
     partial, own = layout.partial, layout.custom
     if src.mesh.shape != dst.mesh.shape:
         return ()

@@ -26,10 +26,6 @@ Dims = tuple[DimAxes, ...]
 LATENCY = 16 * 1024  # bytes: the constant cost of a collective
 STEP, EXCHANGE = 0.25, 0.5  # break ties: few steps, and plain collectives before an exchange
 
-# A piece becomes a pending average times the number of ranks, which may overflow in narrow dtypes
-# (with fewer bytes): they are gathered first.
-NARROW = 4
-
 # Reductions of one kind may be done in any order.
 REDUCTION_KIND = {"sum": 0, "avg": 0, "max": 1, "any": 1, "min": 2, "all": 2, "prod": 3}
 
@@ -209,7 +205,7 @@ class Graph:
     ) -> Edge | None:  # fmt: skip
         """Returns the edge; None if it reduces, or makes pending, an axis while a reduction of
         another kind is pending inside: inner axes are reduced first, and made pending last. A piece
-        of a narrow dtype becomes no pending average."""
+        becomes no pending average: times the number of ranks it may overflow."""
         before, after = _pending(here), _pending(to)
         if any(
             b > a and other != kind
@@ -219,7 +215,7 @@ class Graph:
         ):
             return None
         made = {op for a, op in to.partial if a in axes and dst is Partial}
-        if "avg" in made and src is not Replicate and self.itemsize < NARROW:
+        if "avg" in made and src is not Replicate:
             return None
         move = moves[src, dst]
         ranks = math.prod(self.mesh[a] for a in axes)

@@ -3,8 +3,6 @@ P(op): elements that a rank does not hold become the neutral element of op."""
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from disttensor.core.placement import Partial, Replicate, Shard, neutral_element
@@ -37,12 +35,9 @@ def keep_once(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
 @register(Shard, Partial, kind="to_partial")
 def pad_with_neutral(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
     """Turns ``f32[8@dp]`` into ``f32[8] {dp: P(sum)}``: x at its place in a tensor of neutral
-    elements.
-
-    For avg, x is multiplied by the number of ranks, by which the average divides.
-    """
+    elements. Not for avg: a piece is gathered first."""
     op = pending(dst, axes)
     out = x.new_full(dst.local_shape, neutral_element(op, x.dtype))
     piece = src.local_box.cut(out, dst.local_box)
-    piece.copy_(x * math.prod(src.mesh.shape[a] for a in axes) if op == "avg" else x)
+    piece.copy_(x)
     return out
