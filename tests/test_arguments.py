@@ -576,6 +576,7 @@ WORDS = {
 FREE = {
     "compile: options",  # of torch.compile
     "local_map: positional",  # deprecated
+    "set_all_reduce_hook: stream",
     "broadcast_value: x", "explain: args", "explain: kwargs", "from_fn: args", "save: state",
     "load: state",
     "shard_trainer: plan", "shard_trainer: layers",  # passed on to Strategy.apply

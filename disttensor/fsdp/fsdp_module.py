@@ -113,8 +113,6 @@ class FSDPModule:
         for segment in _segments(self):
             segment.change_gradients(divide_by=float(factor))
 
-    set_reduce_scatter_divide_factor = set_gradient_divide_factor  # its name in older versions
-
     def set_all_reduce_hook(self, hook: Callable[[Tensor], Any], *, stream: Any = None) -> None:
         """Calls ``hook`` with each complete gradient of this rank's shard of a parameter, before it
         is added to ``p.grad``; the hook may change it in place. In torch the gradients of all

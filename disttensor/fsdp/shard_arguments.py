@@ -126,7 +126,7 @@ def check_arguments(
 
 
 def check_hooks(
-    who: str, module: nn.Module, mesh: ProcessMesh | None, collects: bool,
+    who: str, module: nn.Module, mesh: ProcessMesh | None, collects: bool = True,
     ignored: frozenset[int] = frozenset(), values: bool = False,
 ) -> AbstractContextManager[None]:  # fmt: skip
     """Compares what the ranks put on the tensors that will be placed on ``mesh``, before anything

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -270,7 +270,8 @@ class Strategy:
         segments: Segments | None = self.segments
         collects = self.degrees().sharding > 1 or self._param_dtype() is not None
         mesh = self.stages()[0] if pp == 1 and layers is None else None
-        with check_hooks("Strategy.apply", model, mesh or self.mesh(), collects, values=True):
+        on, who = mesh or self.mesh(), "Strategy.apply"
+        with check_hooks(who, model, on, values=True) if collects else nullcontext():
             if mesh is not None:
                 shard_module(model, mesh, places, init=init)
             else:

@@ -53,16 +53,19 @@ class Owned:
         of a -0.0."""
         return rows.masked_fill(others, complex(-0.0, -0.0) if rows.is_complex() else -0.0)
 
-    def gather(self, input: Tensor, dim: int, here: Tensor, index: Tensor) -> Tensor:
-        """Returns the elements ``here`` of the piece along ``dim``. Raises for a number of
-        ``index`` that no rank owns, as one process does."""
+    def gather(
+        self, input: Tensor, dim: int, here: Tensor, index: Tensor,
+        error: type[Exception] = RuntimeError,
+    ) -> Tensor:  # fmt: skip
+        """Returns the elements ``here`` of the piece along ``dim``. Raises ``error`` for a number
+        of ``index`` that no rank owns, as one process does."""
         try:
             return self.rows(input, dim).gather(dim, here)
         except RuntimeError:
             outside = index[(index < 0) | (index >= self.total)]
             if not len(outside):
                 raise
-            raise RuntimeError(
+            raise error(
                 f"index {int(outside[0])} is out of bounds for dimension {dim} with size "
                 f"{self.total}"
             ) from None

@@ -172,7 +172,8 @@ def _losses(
     index = target.masked_fill(ignored, 0)
     here, others = o.owned.find(index)
     x = _shifted(o, x) if o.logits else x
-    hit = o.owned.gather(x, o.classes, here.unsqueeze(o.classes), index).squeeze(o.classes)
+    at = here.unsqueeze(o.classes)
+    hit = o.owned.gather(x, o.classes, at, index, IndexError).squeeze(o.classes)
     w = _along(o, x, weight)
     parts = [hit.masked_fill(others, 0)]
     if o.logits:
