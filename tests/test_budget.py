@@ -34,7 +34,7 @@ LINES = {
     "comm": 3_964,
     "core": 1_251,
     "data": 760,
-    "dispatch": 2_586,
+    "dispatch": 2_574,
     "experts": 651,
     "fsdp": 3_719,
     "graphs": 1_420,

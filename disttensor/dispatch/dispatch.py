@@ -40,30 +40,11 @@ INTERCEPTORS: list[Function] = []
 def dispatch(
     cls: type, func: Function, types: Any, args: Sequence[Any] = (), kwargs: Any = None
 ) -> Any:
-    """Implements ``DistTensor.__torch_function__``. Calls with one or two arguments, the most
-    frequent ones, have their own code for speed."""
+    """Implements ``DistTensor.__torch_function__`` where C does not."""
     if INTERCEPTORS and TRACERS.names:
         return INTERCEPTORS[0](func, args, kwargs or {})
     try:
-        n = len(args)
-        if n == 2:
-            a, b = args
-            key: Any = (
-                func,
-                a.spec if type(a) is DistTensor else key_of(a, func),
-                b.spec if type(b) is DistTensor else key_of(b, func),
-            )
-        elif n == 1:
-            a = args[0]
-            key = (func, a.spec if type(a) is DistTensor else key_of(a, func))
-        else:
-            key = (func, *[a.spec if type(a) is DistTensor else key_of(a, func) for a in args])
-        if kwargs:
-            key = (
-                key,
-                *kwargs,
-                *[v.spec if type(v) is DistTensor else key_of(v, func) for v in kwargs.values()],
-            )
+        key = _key(func, args, kwargs)
     except Uncacheable:
         for t in collect((args, kwargs or {}), []):
             if isinstance(t, DistTensor):
@@ -87,6 +68,15 @@ def dispatch(
         raise
 
 
+def _key(func: Function, args: Sequence[Any], kwargs: Any) -> Any:
+    """Returns the key of a call. Raises Uncacheable."""
+    key = (func, *[a.spec if type(a) is DistTensor else key_of(a, func) for a in args])
+    if not kwargs:
+        return key
+    named = [v.spec if type(v) is DistTensor else key_of(v, func) for v in kwargs.values()]
+    return key, *kwargs, *named
+
+
 def start(func: Function, args: Sequence[Any], kwargs: Any, key: Any) -> Planned:
     """Plans the first call of a key, and records it."""
     planned = _keep(key, plan_of(func, args, kwargs or {}, key), _call(func, key))
@@ -98,9 +88,7 @@ def first_call(func: Function, args: Sequence[Any], kwargs: Any) -> tuple[Any, P
     """Runs a call of a kind that the C code has no plan for. Returns its result, and the plan for
     later calls; None if no plan was kept, or its results have not been checked yet."""
     try:
-        key: Any = (func, *[key_of(a, func) for a in args])
-        if kwargs:
-            key = (key, *kwargs, *[key_of(v, func) for v in kwargs.values()])
+        key = _key(func, args, kwargs)
     except Uncacheable:
         return dispatch(DistTensor, func, (), args, kwargs), None
     result = dispatch(DistTensor, func, (), args, kwargs)
