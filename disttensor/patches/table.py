@@ -73,13 +73,19 @@ def _report_failures() -> Undo:
 
 
 def _see_seeds() -> Undo:
-    original = torch.Generator.manual_seed
-    after = counter.wrap_generator_seed(original)
-    set_generator_method("manual_seed", after)
+    wraps = {
+        "manual_seed": counter.wrap_generator_seed,
+        "set_state": counter.wrap_generator_state,
+    }
+    before = {name: getattr(torch.Generator, name) for name in wraps}
+    after = {name: wrap(before[name]) for name, wrap in wraps.items()}
+    for name, method in after.items():
+        set_generator_method(name, method)
 
     def undo() -> None:
-        if torch.Generator.manual_seed is after:
-            set_generator_method("manual_seed", original)
+        for name, method in after.items():
+            if getattr(torch.Generator, name) is method:
+                set_generator_method(name, before[name])
 
     return undo
 
@@ -272,7 +278,8 @@ TABLE = (
     Change(
         "torch.Generator.manual_seed",
         "A seed given to the default generator, as by torch.manual_seed, would not reset the count "
-        "of random calls. If it is the present seed, its state does not show that it was given.",
+        "of random calls. If it is the present seed, its state does not show that it was given. "
+        "pipeline.run would not find the generators of the user (set_state is seen for it too).",
         "As for torch.get_rng_state.",
         _see_seeds,
     ),

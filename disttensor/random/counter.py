@@ -17,7 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import wraps
 from hashlib import blake2b
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 
@@ -36,6 +37,7 @@ class _State:
     inside = 0  # greater than 0 while torch's generator is seeded for a call
     fork = (0, 0), 0  # the innermost ``fork_generators``: seed and call, blocks with the same
     left: Cache[int, tuple[int, int]] = Cache(64, lasting=True)  # by ``of``: seed and calls
+    generators: ClassVar = WeakSet[torch.Generator]()  # of users, if seeded or given to a call
 
 
 def manual_seed(seed: int) -> None:
@@ -77,6 +79,17 @@ def count() -> tuple[int, int]:
     return _State.seed, _State.calls
 
 
+def note_generator(generator: torch.Generator) -> None:
+    if generator is not torch.default_generator:
+        _State.generators.add(generator)
+
+
+def generators() -> list[torch.Generator]:
+    """Returns the generators that users have made: each that was seeded, set, or given to a call on
+    DistTensors."""
+    return list(_State.generators)
+
+
 # Changes to torch (``disttensor.patches``) --------------------------------------------------------
 
 
@@ -86,11 +99,23 @@ def wrap_generator_seed(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def manual_seed(self: Any, seed: Any) -> Any:
         generator = original(self, seed)
+        note_generator(self)
         if self is torch.default_generator and not _State.inside:
             set_state(self.initial_seed(), 0)
         return generator
 
     return manual_seed
+
+
+def wrap_generator_state(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``torch.Generator.set_state``."""
+
+    @wraps(original)
+    def set_state(self: Any, new_state: Any) -> Any:
+        note_generator(self)
+        return original(self, new_state)
+
+    return set_state
 
 
 def wrap_get_rng_state(original: Callable[..., Any]) -> Callable[..., Any]:

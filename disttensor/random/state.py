@@ -124,6 +124,7 @@ def generator_for_one(mesh: ProcessMesh, generator: torch.Generator) -> torch.Ge
 
 
 def _number_of(generator: torch.Generator) -> int:
+    counter.note_generator(generator)
     with no_dispatch(), no_function_mode():
         number = torch.empty((), dtype=torch.int64, device=generator.device)
         return int(number.random_(generator=generator))

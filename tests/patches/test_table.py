@@ -92,6 +92,7 @@ def test_all_changes_are_listed_and_taken_back() -> None:
     assert len(samplers) > 30 and "torch.distributions.normal.Normal.rsample" in samplers
     assert set(done.stdout.split()) - {generator} - samplers == {
         "torch._C.Generator.manual_seed",
+        "torch._C.Generator.set_state",
         "torch._weights_only_unpickler._marked_safe_globals_set",
         "torch.ScriptModule._create_method_from_trace",
         "torch.ScriptModule._create_method_from_trace_with_dict",

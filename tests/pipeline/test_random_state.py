@@ -25,6 +25,7 @@ SCHEDULES = {"interleaved_1f1b": [0, 1, 0, 1], "zbv": [0, 1, 1, 0]}
 def test_each_micro_batch_draws_its_own_numbers_and_all_ranks_the_same(schedule):
     order = [stage_meshes()[i] for i in SCHEDULES[schedule]]
     drawn, masks = {}, {}
+    own, given = torch.Generator().manual_seed(3), torch.Generator()
     with torch.random.fork_rng():
         torch.manual_seed(3)
         random.seed(3)
@@ -41,6 +42,10 @@ def test_each_micro_batch_draws_its_own_numbers_and_all_ranks_the_same(schedule)
                 if kept.is_initialized:
                     masks[number, i] = tuple(kept.to_local().tolist())
                 numbers += [torch.rand(()).item(), random.random(), np.random.rand()]
+                numbers += [torch.rand((), generator=own).item()]
+                of_mesh = dt.zeros(64, mesh=mesh).bernoulli_(0.5, generator=given)
+                if of_mesh.is_initialized:
+                    masks[number, i, "given"] = tuple(of_mesh.to_local().tolist())
                 if random.random() < 0.5:  # a transfer there and back, or none
                     numbers += [torch.rand(()).item()]
                 x = torch.tanh(x @ w[i])
@@ -52,17 +57,20 @@ def test_each_micro_batch_draws_its_own_numbers_and_all_ranks_the_same(schedule)
             batch[0, 0] = i
         pipeline.run(step, batches, schedule, stages=order)
         after = torch.rand(()).item(), random.random(), np.random.rand()
+        after += (*(torch.rand((), generator=g).item() for g in (own, given)),)
     ranks = gather_objects((drawn, after), world_group())
     assert ranks[0] == ranks[1] and len(drawn) == 6
     assert len({tuple(numbers) for numbers in drawn.values()}) == 6
     assert len(set(masks.values())) == len(masks) > 0
 
 
+OWN = torch.Generator()
 DRAWS = {
     "count": lambda: dt.rand(1, mesh=dt.init_mesh((2,), ("pp",))).full_tensor().item(),
     "torch": lambda: torch.rand(()).item(),
     "Python": random.random,
     "NumPy": np.random.rand,
+    "own": lambda: torch.rand((), generator=OWN).item(),
 }
 
 
@@ -89,6 +97,7 @@ def test_a_run_moves_the_generators_from_which_it_drew():
             torch.manual_seed(3)
             random.seed(3)
             np.random.seed(3)
+            OWN.manual_seed(3)
             runs = [run(draw), run(draw)]
             return runs, [draw() for draw in DRAWS.values()]
 
@@ -96,4 +105,4 @@ def test_a_run_moves_the_generators_from_which_it_drew():
     for i, draw in enumerate(DRAWS.values()):
         (first, second), after = numbers_after(draw)
         assert len({*first, *second}) == 4
-        assert [a != b for a, b in zip(after, without, strict=True)] == [i == k for k in range(4)]
+        assert [a != b for a, b in zip(after, without, strict=True)] == [i == k for k in range(5)]
