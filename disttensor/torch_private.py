@@ -101,6 +101,8 @@ set_versions: Callable[[Any, Any], None] = need(
 )
 # The place of a node of autograd's graph in the order in which nodes were made.
 node_number: Callable[[Any], int] = methodcaller("_sequence_nr")
+# The class of the nodes that accumulate the gradients of leaves.
+AccumulateGrad: Any = need("to know the leaves of a graph", torch._C._functions, "AccumulateGrad")
 
 
 def renumber(node: Any, number: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ Node = Any
 
 
 class BackwardGraph:
-    """The nodes below ``roots`` that lead to a leaf or to one of ``anchors``.
+    """The nodes below ``roots`` that lead to a leaf or to one of ``anchors``, up to ``stops``.
 
     children    of each node: the children that lead there
     order       all nodes, children before parents
@@ -28,9 +28,11 @@ class BackwardGraph:
     leaves      the nodes that accumulate the gradients of leaves, without anchors
     """
 
-    def __init__(self, roots: Sequence[Node], anchors: Sequence[Node]) -> None:
-        self.children, self.order = _nodes_to_leaves(roots)
+    def __init__(
+        self, roots: Sequence[Node], anchors: Sequence[Node], stops: Collection[Node] = ()
+    ) -> None:
         of_anchors = set(anchors)
+        self.children, self.order = _nodes_to_leaves(roots, of_anchors, stops)
         found = self.children
         self.leaves = [n for n in self.order if not found[n] and n not in of_anchors]
         self.anchors = [anchor for anchor in anchors if anchor in found]
@@ -159,9 +161,12 @@ def _receiver_of(node: Node) -> Node | None:
     return None if number is None else node.next_functions[number][0]
 
 
-def _nodes_to_leaves(roots: Sequence[Node]) -> tuple[dict[Node, list[Node]], list[Node]]:
-    """Returns the reachable nodes that lead to a leaf, each with its children that do, and the
-    nodes in order, children before parents."""
+def _nodes_to_leaves(
+    roots: Sequence[Node], anchors: Collection[Node], stops: Collection[Node]
+) -> tuple[dict[Node, list[Node]], list[Node]]:
+    """Returns the reachable nodes that lead to a leaf or to one of ``anchors``, each with its
+    children that do, and the nodes in order, children before parents. ``stops`` are not
+    reached."""
     children: dict[Node, list[Node]] = {}
     order: list[Node] = []
     seen: set[Node] = set()
@@ -169,7 +174,8 @@ def _nodes_to_leaves(roots: Sequence[Node]) -> tuple[dict[Node, list[Node]], lis
 
     def enter(node: Node) -> None:
         seen.add(node)
-        stack.append((node, [child for child, _ in node.next_functions if child is not None], 0))
+        below = [n for n, _ in node.next_functions if n is not None and n not in stops]
+        stack.append((node, below, 0))
 
     for root in roots:
         if root not in seen:
@@ -183,7 +189,7 @@ def _nodes_to_leaves(roots: Sequence[Node]) -> tuple[dict[Node, list[Node]], lis
                 enter(below[at])
                 continue
             needed = [child for child in dict.fromkeys(below) if child in children]
-            if needed or hasattr(node, "variable"):
+            if needed or node in anchors or hasattr(node, "variable"):
                 children[node] = needed
                 order.append(node)
     return children, order

@@ -13,7 +13,7 @@ gradients too, in a recomputed region, or it is marked by ``compute_weight_now``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -53,22 +53,23 @@ class SplitBackward:
     """The backward of ``roots`` with these gradients.
 
     keep_whole(node)   the reason why its part of the graph cannot be split; empty if it can
-    is_own_node(node)  True if no other graph has the node; its saved tensors may be freed
     engine             ``torch.autograd.backward``, or a function that calls it
+    readers, stops     nodes that the first part runs, and the nodes below at which the graph ends
 
     ``is_whole``: the second part is empty. ``unsplit``: weights of the first part, with reasons.
     """
 
     def __init__(
         self, roots: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor], *,
-        keep_whole: Callable[[Any], str], is_own_node: Callable[[Any], bool], engine: Engine,
+        keep_whole: Callable[[Any], str], engine: Engine, readers: Collection[Any] = (),
+        stops: Collection[Any] = (),
     ) -> None:  # fmt: skip
-        self.engine, self.is_own_node = engine, is_own_node
+        self.engine, self.readers = engine, readers
         self.roots: list[Any] = list(roots)
         self.grads = list(grads)
         self.edges = [r.node if isinstance(r, GradientEdge) else node_of(r) for r in roots]
         anchors = [node_of(anchor) for anchor in token.anchors()]
-        self.graph = BackwardGraph(self.edges, anchors)
+        self.graph = BackwardGraph(self.edges, [*anchors, *readers], stops)
         reenters = any(node.name() == _REENTRANT for node in self.graph.order)
         self.groups: list[ParamGroup] = []
         self.unsplit: list[UnsplitWeights] = []
@@ -80,18 +81,21 @@ class SplitBackward:
                 self.groups.append(group)
         self.is_whole = not self.groups
 
-    def inputs(self, retain_graph: bool) -> None:
-        """Runs the first part; ``retain_graph``: used if it is the whole backward."""
+    def inputs(self) -> None:
+        """Runs the first part."""
         graph, groups, roots, grads = self.graph, self.groups, self.roots, self.grads
-        if self.is_whole:
-            self.engine(roots, grads, retain_graph)
+        if self.is_whole and not self.readers:
+            self.engine(roots, grads, False)
+        elif self.is_whole:
+            edges = [GradientEdge(node, 0) for node in (*graph.leaves, *graph.anchors)]
+            self.engine(roots, grads, False, inputs=edges)
         else:
             fork_grads = self._run_input_path()
             for group in groups:
                 group.begin(roots, self.edges, grads, fork_grads)
         later = {node for group in groups for node in group.second}
         for node in graph.order if groups else ():
-            if node not in later and self.is_own_node(node):
+            if node not in later:
                 drop_saved(node)
         for group in groups:
             group.forget()

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from itertools import groupby
 from operator import call
@@ -35,24 +34,17 @@ from disttensor.errors import user_line
 from disttensor.graph_nodes import nodes_of
 from disttensor.pipeline.transfer import Transfer, TransferState, received, sent
 from disttensor.pipeline.unsplit import warn_unsplit
+from disttensor.pipeline.visit_graph import VisitGraph, divide
 from disttensor.tensor.backward import run_given, seed
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.reshard import MICRO_BATCH
-from disttensor.torch_private import next_node, node_number
+from disttensor.torch_private import node_number
 
 Tensor = torch.Tensor
 
 
 # SENT: has sent since it received, so the next receive begins a visit. PAUSED: also paused for it.
 ProgramState = Enum("ProgramState", "COMPUTING SENT PAUSED ENDED")
-
-
-@dataclass(eq=False)
-class VisitGraph:
-    """A visit of this rank."""
-
-    begin: int  # the number of the first node of its graph
-    split: SplitBackward | None = None  # a backward whose second part is deferred
 
 
 _ARRIVES = (TransferState.NEEDED, TransferState.GRAD_STARTED)  # for a sent tensor
@@ -80,7 +72,7 @@ class MicroBatchGraph:
         self.order: Sequence[ProcessMesh] | None = None  # of the visits, if given
         self.stage: int | None = None  # None: the index of its mesh among the meshes visited
         self.state = ProgramState.COMPUTING
-        self.visits = [VisitGraph(-1)]
+        self.visits = [VisitGraph()]
         self.transfers: list[Transfer] = []
         self.first_receives: list[tuple[DistSpec, DistSpec, int]] = []  # of the first visit
         self.meshes: list[ProcessMesh] = []  # in the order of the first visits
@@ -201,7 +193,7 @@ class MicroBatchGraph:
         if self.state is not ProgramState.PAUSED:
             self.pause()
         self.state = ProgramState.COMPUTING
-        self.visits.append(VisitGraph(next_node()))
+        self.visits.append(VisitGraph())
 
     def next_visit(self, xs: Sequence[DistTensor]) -> list[DistTensor]:
         """Begins the next visit on the same mesh, with these tensors."""
@@ -226,7 +218,7 @@ class MicroBatchGraph:
         self.transfers.append(transfer)
         if sends:
             transfer.edge = get_gradient_edge(local)
-            transfer.sent_in = self._visit_of(local, visit - receives)
+            transfer.sent_in = visit - receives
         elif local.grad_fn is not None:
             transfer.upstream = local
         anchor = token.anchor(value.device)
@@ -234,14 +226,6 @@ class MicroBatchGraph:
             return sent(anchor, transfer)
         transfer.received_in = visit
         return received(anchor, [value], transfer)
-
-    def _visit_of(self, local: Tensor, latest: int) -> int:
-        """Returns the visit whose graph holds ``local``. A skip connection is sent in a later visit
-        than the visit that computed it."""
-        if local.grad_fn is None or not latest:
-            return latest
-        number = node_number(local.grad_fn)
-        return max(i for i, visit in enumerate(self.visits) if visit.begin < number)
 
     # Backward -------------------------------------------------------------------------------------
 
@@ -259,6 +243,14 @@ class MicroBatchGraph:
                     )
         if not loss.is_initialized:
             _need_grads(loss.local)
+        if len(self.visits) > 1:
+            starts: list[list[GradientEdge]] = [[] for _ in self.visits]
+            if loss.is_initialized:
+                starts[-1].append(get_gradient_edge(loss.local))
+            for t in self.transfers:
+                if t.edge is not None:
+                    starts[t.sent_in].append(t.edge)
+            divide(self.visits, starts)
         self._post_receives()
 
     def _post_receives(self) -> None:
@@ -282,11 +274,9 @@ class MicroBatchGraph:
         ``loss``. Returns True if gradients of weights were deferred to ``backward_weight``."""
         assert self.state is ProgramState.ENDED
         for number in range(last, first - 1, -1):
-            roots: list[Tensor | GradientEdge] = []
-            grads: list[Tensor] = []
+            visit, found = self.visits[number], list[tuple[GradientEdge, Tensor]]()
             if number == len(self.visits) - 1 and loss.is_initialized:
-                roots.append(loss.local)
-                grads.append(seed(loss, None))
+                found.append((get_gradient_edge(loss.local), seed(loss, None)))
             awaited = [
                 t for t in reversed(self.transfers) if t.sent_in == number and t.state in _ARRIVES
             ]
@@ -294,41 +284,39 @@ class MicroBatchGraph:
                 t.start_grad()
             for t in awaited:
                 assert t.edge is not None
-                roots.append(t.edge)
-                grads.append(t.wait_for_grad(self.waiting))
-            # The graph of an earlier visit of the same mesh holds the nodes that this visit read.
-            with count_of_graphs(self._graph):
-                if roots and defer_weights:
-                    self._backward_input(number, roots, grads)
-                elif roots:
-                    run_given(roots, grads, number > 0)
+                found.append((t.edge, t.wait_for_grad(self.waiting)))
+            for edge, grad in found:
+                self.visits[visit.stops.get(edge.node, number)].passed.append((edge, grad))
+            with count_of_graphs(self._graph), visit.passing(self.visits):
+                self._backward_visit(visit, defer_weights)
             self._send_grads(number)
             self._post_receives()
         return any(v.split is not None for v in self.visits[first : last + 1])
 
-    def _backward_input(self, number: int, roots: Sequence[Any], grads: list[Tensor]) -> None:
-        """Computes the gradients of inputs, and defers the gradients of weights where possible."""
-        visit = self.visits[number]
-
-        def is_own_node(node: Any) -> bool:
-            return node_number(node) >= visit.begin
+    def _backward_visit(self, visit: VisitGraph, defer_weights: bool) -> None:
+        """Runs the backward of a visit. With ``defer_weights`` it computes the gradients of inputs,
+        and defers the gradients of weights where possible."""
+        roots, grads = [edge for edge, _ in visit.passed], [grad for _, grad in visit.passed]
+        visit.passed = []
+        if not roots:
+            return
+        if not defer_weights:
+            run_given(roots, grads, False, [GradientEdge(node, 0) for node in visit.ends])
+            return
 
         def keep_whole(node: Any) -> str:
             number = node_number(node)
-            if any(a <= number < b for a, b in self._regions):
-                return REGION
-            if is_own_node(node):
-                return ""
-            return "the weight is computed from a result of an earlier visit"
+            return REGION if any(a <= number < b for a, b in self._regions) else ""
 
-        split = SplitBackward(
-            roots, grads, keep_whole=keep_whole, is_own_node=is_own_node, engine=run_given
-        )
+        visit.split = split = SplitBackward(
+            roots, grads, keep_whole=keep_whole, engine=run_given, readers=visit.readers,
+            stops=visit.stops,
+        )  # fmt: skip
         if split.unsplit:
             warn_unsplit(split.unsplit, self.rank_stage())
-        split.inputs(retain_graph=number > 0)
-        if not split.is_whole:
-            visit.split = split
+        split.inputs()
+        if split.is_whole:
+            visit.split = None
 
     def backward_weight(self, first: int, last: int) -> bool:
         """Computes the gradients of weights that ``backward`` of these visits deferred. Returns

@@ -76,8 +76,7 @@ class Received(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        earlier = ctx.transfer.grad
-        ctx.transfer.grad = grad if earlier is None else earlier + grad
+        ctx.transfer.grad = grad
         return None, None, None
 
 

@@ -40,6 +40,7 @@ from disttensor.tensor.uses import leaves_of
 
 Tensor = torch.Tensor
 Hook = Callable[[Any], Any]
+_HOOKS = "disttensor_hooks"
 
 
 class LeafHooks:
@@ -66,6 +67,7 @@ class LeafHooks:
         collector does not see what it keeps."""
         is_frozen = not leaf.requires_grad
         leaf.requires_grad_()
+        setattr(leaf, _HOOKS, self)
         leaf.register_hook(partial(self._arrives, leaf))
         leaf.register_post_accumulate_grad_hook(partial(_accumulated, weakref.ref(self)))
         if is_frozen:
@@ -179,6 +181,12 @@ def leaf_hooks(x: MeshTensor) -> LeafHooks:
         slot.hooks = LeafHooks(x)
     found: LeafHooks = slot.hooks
     return found
+
+
+def hooks_of(leaf: Tensor) -> LeafHooks | None:
+    """Returns the hooks that users registered on the DistTensor of ``leaf``, one of its leaves."""
+    hooks: LeafHooks | None = getattr(leaf, _HOOKS, None)
+    return hooks if hooks is not None and (hooks.tensor_hooks or hooks.post_hooks) else None
 
 
 def agree_on_hook(x: MeshTensor, who: str) -> None:

@@ -111,7 +111,7 @@ KINDS = {
 
 def split_of(loss, grads=None, whole=lambda node: ""):
     return SplitBackward(
-        [loss], [torch.ones_like(loss)], keep_whole=whole, is_own_node=lambda node: True,
+        [loss], [torch.ones_like(loss)], keep_whole=whole,
         engine=torch.autograd.backward if grads is None else grads,
     )  # fmt: skip
 
@@ -133,7 +133,7 @@ def test_the_gradients_of_one_backward(kind, first):
             parts = split_of(loss)
             assert not parts.is_whole
             del loss
-            parts.inputs(retain_graph=False)
+            parts.inputs()
             assert len(came) == (not first)
             late = [n for n, p in model.named_parameters() if p.grad is None]
             assert "3.weight" in late and "1.norm.weight" in late
@@ -182,7 +182,7 @@ def test_what_is_kept_between_the_parts():
         loss = model(x).square().mean()
         parts = split_of(loss)
         del loss, x
-        parts.inputs(retain_graph=False)
+        parts.inputs()
         came.clear()
         kept = live.shapes()
         parts.weights()
@@ -198,7 +198,7 @@ def test_what_cannot_be_put_off():
         model, came = built(kinds), []
         out = change(model, arrived(came))
         parts = split_of(out.square().mean())
-        parts.inputs(retain_graph=False)
+        parts.inputs()
         late = {n for n, p in model.named_parameters() if p.grad is None}
         parts.weights()
         assert all(p.grad is not None for p in model.parameters())
@@ -229,7 +229,7 @@ def test_a_fork_that_hands_on_what_came_runs_once():
     out = model[0](arrived([]))
     out.grad_fn.register_hook(lambda *_: ran.append(1))
     parts = split_of(model[1](out).square().mean())
-    parts.inputs(retain_graph=False)
+    parts.inputs()
     parts.weights()
     assert ran == [1]
 
@@ -238,7 +238,7 @@ def test_a_part_that_the_caller_calls_whole_is_done_at_once():
     model, came = built(["linear"]), []
     parts = split_of(model(arrived(came)).square().mean(), whole=lambda node: "so")
     assert parts.is_whole and [why for _, why in parts.unsplit] == ["so", "so"]
-    parts.inputs(retain_graph=False)
+    parts.inputs()
     assert all(p.grad is not None for p in model.parameters()) and came
     parts.weights()
 
@@ -248,7 +248,7 @@ def test_the_graph_is_gone_for_a_second_first_part():
     model, came = built(["attention"]), []
     loss = model(arrived(came)).square().mean()
     parts = split_of(loss)
-    parts.inputs(retain_graph=False)
+    parts.inputs()
     with pytest.raises(RuntimeError, match="differentiated already"):
         loss.backward()
 

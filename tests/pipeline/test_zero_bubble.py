@@ -184,7 +184,7 @@ def test_weights_of_a_stage_that_leaves_for_a_mesh_of_its_ranks_and_comes_back()
 
 def test_the_weights_of_the_visits_that_are_named_alone():
     graph, done = MicroBatchGraph(list), list[int]()
-    graph.visits = [VisitGraph(begin) for begin in range(4)]
+    graph.visits = [VisitGraph() for _ in range(4)]
     for number, visit in enumerate(graph.visits):
         split: Any = SimpleNamespace(weights=partial(done.append, number))
         visit.split = split
