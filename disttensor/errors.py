@@ -127,6 +127,23 @@ def name_of(func: Any) -> str:
     return name.removesuffix(".__get__").replace("_VariableFunctionsClass", "torch")
 
 
+def name_parameter(x: Any, local: Any = None) -> str:
+    """Returns the longest name of a parameter in the modules that variables of the user's calling
+    functions hold, or "". ``local``: of the parameter, in place of itself."""
+    names, frame = [""], sys._getframe(1)
+    while frame is not None:
+        held = (*frame.f_locals.values(), *frame.f_globals.values()) if is_users(frame) else ()
+        names += [
+            name
+            for module in held
+            if isinstance(module, torch.nn.Module)
+            for name, p in module.named_parameters()
+            if p is x or (local is not None and getattr(p, "local", None) is local)
+        ]
+        frame = frame.f_back  # type: ignore[assignment]
+    return max(names, key=len)
+
+
 def refuse_collectives(func: Any) -> None:
     """Raises RuntimeError if ``func`` is a collective or a message of torch.distributed, called
     with a DistTensor."""

@@ -29,6 +29,13 @@ def show_nothing(n: float = 1, note: str = "") -> None:
     """Shows nothing."""
 
 
+def say(line: str) -> None:
+    """Prints a line to stderr on the first rank, also into a log file, before work that takes
+    long and that no bar can follow."""
+    if _may_show():
+        print(f"disttensor: {line}", file=sys.stderr, flush=True)
+
+
 @contextmanager
 def bar(work: str, total: float | None = None, unit: str = "") -> Iterator[Advance]:
     """Yields ``advance(n=1, note="")``, which adds ``n`` to a bar and shows ``note`` next to it.
@@ -61,9 +68,7 @@ def bar(work: str, total: float | None = None, unit: str = "") -> Iterator[Advan
 
 def _tqdm() -> Any:
     """Returns the class of bars for this terminal or notebook, or None if no bar is shown."""
-    first = world()[0] == 0 if dist.is_initialized() else os.environ.get("RANK", "0") == "0"
-    off = os.environ.get("DISTTENSOR_PROGRESS") == "0" or "PYTEST_CURRENT_TEST" in os.environ
-    if off or not first or is_fake() or not (sys.stderr.isatty() or _in_notebook()):
+    if not _may_show() or not (sys.stderr.isatty() or _in_notebook()):
         return None
     try:
         with warnings.catch_warnings():  # without ipywidgets a notebook shows the bar as text
@@ -72,6 +77,12 @@ def _tqdm() -> Any:
     except ImportError:
         return None
     return type("Bar", (tqdm,), {"monitor_interval": 0})  # no thread: programs may fork
+
+
+def _may_show() -> bool:
+    first = world()[0] == 0 if dist.is_initialized() else os.environ.get("RANK", "0") == "0"
+    off = os.environ.get("DISTTENSOR_PROGRESS") == "0" or "PYTEST_CURRENT_TEST" in os.environ
+    return first and not off and not is_fake()
 
 
 def _in_notebook() -> bool:

@@ -211,6 +211,18 @@ def test_gradients_that_do_not_fit():
         RuntimeError, match="a leaf Variable that requires grad is being used in an in-place"
     ):
         x.add_(1)
+    layer = dt.shard_module(torch.nn.ModuleDict({"a": torch.nn.Linear(4, 4)}), grid())
+    for _ in range(2):  # the second call runs in C
+        with pytest.raises(
+            RuntimeError,
+            match=r"leaf Variable .* torch.Tensor.mul_ at .*test_errors.py:\d+ writes to a.bias\. "
+            r"Write inside of `with torch.no_grad\(\):`",
+        ):
+            layer["a"].bias.mul_(1)
+        with torch.no_grad():
+            layer["a"].bias.mul_(1)
+    with pytest.raises(RuntimeError, match=r"view of a leaf .* writes to a\.weight"):
+        layer["a"].weight[:2].zero_()
     with pytest.raises(RuntimeError, match="input 0 was not used in the graph of the outputs"):
         torch.autograd.grad(y.detach().requires_grad_().sum(), x)
     with pytest.raises(

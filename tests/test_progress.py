@@ -201,3 +201,14 @@ NOTES = {
     "simulate": ["rank 0 of 2"],
     "initializing": [r"1/1 \["],
 }
+
+
+@on_ranks(1)
+def test_a_line_names_each_kind_of_call_that_is_compiled() -> None:
+    mesh = dt.ProcessMesh([0])
+    model = dt.compile(dt.shard_module(nn.Linear(4, 2), mesh), backend="eager")
+    with on_terminal(NO_BAR["a log file"]) as out:
+        for rows in (3, 3, 5, 5, 3):
+            model(dt.ones(rows, 4, mesh=mesh))
+    kinds = re.findall(r"disttensor: compile of Linear, (kind .*)\n", out.getvalue())
+    assert kinds == [f"kind {n} of its calls: f32[{rows}, 4]" for n, rows in ((1, 3), (2, 5))]

@@ -13,7 +13,6 @@ from typing import Any
 
 from disttensor.cache import Cache
 from disttensor.comm.compare_programs import CallSignature, record_call
-from disttensor.comm.lone_failure import note_error
 from disttensor.dispatch import fallback, foreach
 from disttensor.dispatch.call_plan import Answer, CallPlan, Planned, PythonCall
 from disttensor.dispatch.key import depends_on_floats, describe_call, key_of, meshes_in
@@ -21,6 +20,7 @@ from disttensor.dispatch.outputs import check_outputs
 from disttensor.dispatch.plan_call import plan_call
 from disttensor.dispatch.resolve import HANDLERS, OF_KEY, resolve
 from disttensor.dispatch.run import carry_out, run
+from disttensor.dispatch.writes import note_error
 from disttensor.errors import refuse_collectives
 from disttensor.observe import begin_call, observers
 from disttensor.pytree import Uncacheable, collect
@@ -64,7 +64,7 @@ def dispatch(
             return run(planned, args, kwargs or {})
         return carry_out(planned, args, kwargs, partial(_check, key))
     except BaseException as error:
-        note_error(error, planned)
+        note_error(error, planned, args[0] if args else None)
         raise
 
 

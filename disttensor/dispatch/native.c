@@ -1087,12 +1087,13 @@ run_natively(const NativePlan *p, Call *call)
 
 /* A call has raised, perhaps on this rank alone. */
 static void
-note_error(PyObject *plan)
+note_error(PyObject *plan, const Call *call)
 {
     PyObject *type, *error, *trace;
     PyErr_Fetch(&type, &error, &trace);
     PyErr_NormalizeException(&type, &error, &trace);
-    PyObject *done = PyObject_CallFunctionObjArgs(state.note_error, error, plan, NULL);
+    PyObject *target = call->nargs ? call->first[0] : Py_None;
+    PyObject *done = PyObject_CallFunctionObjArgs(state.note_error, error, plan, target, NULL);
     if (!done) {
         PyErr_Clear();
     }
@@ -1115,8 +1116,8 @@ run(NativePlan *p, Call *call)
                                     : run_natively(p, call);
     }
     Py_XDECREF(done);
-    if (!result && p->is_compared) {
-        note_error(p->plan);
+    if (!result) {
+        note_error(p->plan, call);
     }
     Py_DECREF(p);
     return result;

@@ -23,7 +23,7 @@ import torch
 from disttensor import callbacks
 from disttensor.autograd import token
 from disttensor.cache import call_when_cleared
-from disttensor.comm import compare_programs, lone_failure
+from disttensor.comm import compare_programs
 from disttensor.core.spec import DistSpec
 from disttensor.dispatch import dispatch, outputs, run, writes
 from disttensor.dispatch.call_plan import Answer, CallPlan
@@ -98,7 +98,7 @@ def _configure(module: Any) -> None:
         autocast_is_on=autocast_is_on,
         functions_are_seen=torch_functions_are_seen, modes_see_functions=modes_see_functions,
         dispatch=dispatch.dispatch, first_call=dispatch.first_call, carry_out=run.carry_out,
-        note=compare_programs.record_call, note_error=lone_failure.note_error,
+        note=compare_programs.record_call, note_error=writes.note_error,
         wrap_outputs=outputs.wrap_outputs,
         derive=run.derive,
         written=writes.mark_written, count=versions.count, share=views.register_view,

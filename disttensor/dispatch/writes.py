@@ -1,4 +1,5 @@
-"""Invalidates uses of the old value after a write, and writes views of copies back."""
+"""Invalidates uses of the old value after a write, writes views of copies back, and explains the
+error of a write to a parameter."""
 
 from __future__ import annotations
 
@@ -7,12 +8,15 @@ from functools import lru_cache
 from typing import Any
 
 from disttensor import observe
+from disttensor.comm import lone_failure
+from disttensor.errors import name_of, name_parameter, user_line
 from disttensor.tensor import views
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.uses import invalidate
 from disttensor.torch_private import schemas_of
 
 Function = Callable[..., Any]
+LEAF = "leaf Variable that requires grad is being used in an in-place operation."
 
 
 @lru_cache(maxsize=1024)
@@ -33,3 +37,17 @@ def mark_written(x: DistTensor, tracked: bool = True) -> None:
         views.write_back(x)
     for o in observe.seeing_calls():
         o.write(x, tracked)
+
+
+def note_error(error: BaseException, planned: Any, target: Any) -> None:
+    """Notes that a call raised on this rank. ``target``: its first argument, whose name torch's
+    error for a write to a leaf gets."""
+    text = str(error)
+    if type(error) is RuntimeError and text.endswith(LEAF) and isinstance(target, DistTensor):
+        base = getattr(target.local, "_base", None)
+        error.args = (
+            f"{text} {name_of(planned.func)} at {user_line()} writes to "
+            f"{name_parameter(target, base) or target.spec}. Write inside of `with "
+            "torch.no_grad():`, which autograd does not see, or to a result: x.clone()",
+        )
+    lone_failure.note_error(error, planned)

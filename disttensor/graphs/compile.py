@@ -174,7 +174,9 @@ class CompiledForward(Replay):
             return result, "it writes to a tensor of autograd's graph"
         if program.uses_written:  # AOTAutograd would compute again from the new value
             return result, "a backward needs a tensor from outside that it has written to"
-        run = compiled(program, self.backend, self.options, self._breaks)
+        given = [str(getattr(x, "spec", f"a tensor of {list(x.shape)}")) for x in call.inputs]
+        kind = f"{self.name()}, kind {len(self.recorded()) + 1} of its calls: {', '.join(given)}"
+        run = compiled(program, self.backend, self.options, self._breaks, kind)
         return result, program._replace(run=run)
 
     def key_of_memory(self, guard: CodeGuard, inputs: Sequence[Any]) -> Any:

@@ -30,6 +30,7 @@ from disttensor.graphs.traced_comm import (
     traced_sum,
     way_of,
 )
+from disttensor.progress import say
 from disttensor.settings import snapshot
 from disttensor.torch_private import is_untraceable, keep_versions, mark_parameter
 from disttensor.trace.record import Program, in_mode
@@ -65,8 +66,10 @@ class LocalFunction:
         self.graph = torch.compile(local, **{"fullgraph": True, **options})
         self.run = torch.compile(local, **options)
         self.is_one_graph = False if breaks else None
+        self.is_compiled = False  # True from the first call on
 
     def __call__(self, *tensors: Tensor) -> Any:
+        self.is_compiled = True
         if self.is_one_graph is None:
             try:
                 result = self.graph(*tensors)
@@ -83,10 +86,10 @@ class LocalFunction:
 
 
 def compiled(
-    program: Program, backend: Any, options: dict[str, Any], breaks: dict[str, None]
+    program: Program, backend: Any, options: dict[str, Any], breaks: dict[str, None], kind: str
 ) -> Function:
     """Returns the function of a program with its calls compiled. Adds the names of calls at which a
-    graph ends to ``breaks``."""
+    graph ends to ``breaks``. ``kind``: of the call, which a line names when it is compiled."""
     register(OPERATORS)
     scope = dict(program.run.__globals__)
     reads = [line.text for line in program.lines if line.kind is LineKind.READ]
@@ -103,9 +106,9 @@ def compiled(
     text = _function("local", given, body, f"({results})")
     metas = {name: meta for call in calls for name, meta in call.given.items() if name in given}
     device = next((m.device.type for m in metas.values()), "cpu")
-    kind = text, tuple(metas.items()), snapshot(device)
+    form = text, tuple(metas.items()), snapshot(device)
     owned = {v for text in reads if _OWN.search(text) for v in tensors_in(text)}
-    local = _local_function(kind, [_named(c.func) for c in calls], scope, found, backend, options)
+    local = _local_function(form, [_named(c.func) for c in calls], scope, found, backend, options)
 
     uncounted = [
         given.index(name)
@@ -119,6 +122,8 @@ def compiled(
         for name, tensor in zip(given, tensors, strict=True):
             if name in owned:
                 mark_parameter(tensor)
+        if not local.is_compiled:
+            say(f"compile of {kind}")
         result = local(*tensors)
         breaks.update(local.breaks)
         scope["local"] = _uncounting(local.run, uncounted)

@@ -9,7 +9,6 @@ import re
 import signal
 import socket
 import sys
-import traceback
 import weakref
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -21,7 +20,13 @@ import torch.distributed as dist
 
 from disttensor.comm import failure_watch, send_queue
 from disttensor.errors import CommError
-from disttensor.launching.script import end_with_parent, join_threads, leave, users_part
+from disttensor.launching.script import (
+    end_with_parent,
+    format_error,
+    join_threads,
+    leave,
+    users_part,
+)
 from disttensor.runtime import current_runtime
 from disttensor.torch_private import process_groups
 
@@ -127,7 +132,7 @@ def end_rank(
                 error = late
         if error is not None:
             trace = users_part(trace or error.__traceback__, __file__)
-            text = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+            text = format_error(error, trace)
             first = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
             kind = "symptom" if isinstance(error, CommError) else "cause"
             report = kind, f"{first}\n\n{text}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import runpy
 import sys
 import threading
@@ -20,6 +21,12 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 PERIOD = 0.5  # seconds between two looks at the parent
+_HOME = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+# Files that are not the user's: frozen modules, the standard library, installed packages, ours
+_LIBRARY = re.compile(
+    rf"^<|^{re.escape(os.path.dirname(os.__file__))}/|/(?:site|dist)-packages/"
+    rf"|^{re.escape(_HOME)}/(?:disttensor|ops|reshard)/"
+)
 PATIENCE = 3.0  # seconds that a symptom waits, so that the cause is the first error
 
 
@@ -59,6 +66,17 @@ def users_part(trace: TracebackType | None, *ours: str) -> TracebackType | None:
     return trace
 
 
+def format_error(error: BaseException, trace: TracebackType | None) -> str:
+    """Returns a traceback whose last line is the user's line, if the error was raised below it."""
+    text = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+    frames = traceback.extract_tb(trace)
+    users = [f for f in frames if not _LIBRARY.search(f.filename)]
+    if not users or users[-1] is frames[-1]:
+        return text
+    at = users[-1]
+    return f"{text}\n  at {at.filename}:{at.lineno}, in {at.name}: {at.line}"
+
+
 def _record(error: BaseException, text: str) -> None:
     """Writes an error as torch.distributed.elastic expects it."""
     details = {"py_callstack": text, "timestamp": str(int(time.time()))}
@@ -78,7 +96,7 @@ def _hook(kind: Any, error: BaseException, trace: TracebackType | None) -> None:
     ) not in ("", "0"):  # torchrun reports the last attempt only
         sys.__excepthook__(kind, error, trace)
     else:
-        _record(error, "".join(traceback.format_exception(kind, error, trace)).rstrip())
+        _record(error, format_error(error, trace))
     leave(1)
 
 

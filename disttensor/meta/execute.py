@@ -104,9 +104,8 @@ def update_written(func: Function, target: Any, tensors: list[Any], mesh: Proces
         return
     for t in targets:
         if t.local.is_leaf and t.local.requires_grad:
-            raise RuntimeError(
-                f"{name_of(func)}: a leaf Variable that requires grad is being used in an "
-                f"in-place operation: {t!r}"
+            raise RuntimeError(  # torch's text
+                "a leaf Variable that requires grad is being used in an in-place operation."
             )
     into = token.join([t.local for t in tensors if type(t) is DistTensor], mesh.device)
     if into.requires_grad:

@@ -196,7 +196,7 @@ def bad() -> None:
 ERRORS = {
     "raises": (
         bad,
-        r"ValueError: a bad value\n\nTraceback .*in work\n.*in bad\n.*ValueError: a bad",
+        r"ValueError: a bad value\n\nTraceback .*in work\n.*in bad\n.*ValueError: a bad value$",
     ),
     "killed": (
         lambda: os.kill(os.getpid(), signal.SIGKILL),

@@ -28,7 +28,11 @@ time.sleep(100)
 @pytest.mark.parametrize(
     ("error", "status", "words"),
     [
-        ("raise ValueError('a bad value')", 1, "in fail\n    raise ValueError('a bad value')\n"),
+        (
+            "__import__('json').loads('[')",
+            1,
+            "failing.py:6, in fail: __import__('json').loads('[')\n",
+        ),
         ("sys.exit('no data')", 1, "error: no data\n"),
         ("sys.exit(5)", 5, ""),
     ],
