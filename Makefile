@@ -5,7 +5,7 @@
 # make bench   the overhead against plain torch and torch DTensor, pipelines, data parallelism against DDP and FSDP2 and a
 #              timeline of its collectives, what a rank, a tensor and a plan hold, checkpoints against DCP on FSDP2, torch.compile; writes
 #              docs/performance.md, docs/overlap.svg and
-#              the table in docs/parallel.md
+#              the table in docs/numbers/parallel.md
 # make square  a run saved under each strategy and resumed under each, and processes killed at each moment of a save
 # make coverage   every function of PyTorch's op_db, in all dtypes, on two ranks and on 2x2; prints a table
 # make operators  what becomes of each torch function; writes docs/operators.md
@@ -61,7 +61,7 @@ bench: .venv/.native
 	$(BIN)/python benchmarks/data_parallel.py --markdown docs/performance.md
 	$(BIN)/python benchmarks/overlap.py --svg docs/overlap.svg
 	$(BIN)/python benchmarks/tensor_parallel.py
-	$(BIN)/python benchmarks/memory.py --markdown docs/parallel.md
+	$(BIN)/python benchmarks/memory.py --markdown docs/numbers/parallel.md
 	$(BIN)/python benchmarks/footprint.py --markdown docs/performance.md
 	$(BIN)/python benchmarks/compile.py --markdown docs/performance.md
 	$(BIN)/python benchmarks/checkpoint.py --markdown docs/performance.md

@@ -1,7 +1,7 @@
 """What a rank holds and sends under each strategy, measured on four processes and beside the
 formula.
 
-    python benchmarks/memory.py --markdown docs/parallel.md
+    python benchmarks/memory.py --markdown docs/numbers/parallel.md
 
 writes the table into the page, between its two marks; without the option it is printed. The model
 is the GPT of examples/, in float32 with AdamW. Figures are those of rank 0 in the third step. It

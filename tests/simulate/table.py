@@ -1,5 +1,5 @@
-"""The table of docs/simulate.md: simulated steps against the same steps of gloo processes, four of
-them, and eight.
+"""The tables of docs/numbers/simulate.md: simulated steps against the same steps of gloo processes,
+four of them, and eight.
 
 python -m tests.simulate.table          # bytes, FLOPs, memory: exact on any machine
 python -m tests.simulate.table --time FILE [A:B]   # seconds, by a device and a network that are
