@@ -94,20 +94,23 @@ def _same(file: Path, held: set[str], wanted: set[str]) -> None:
     assert not (lacks or more), f"{file.name} lacks {lacks[:5]}, and holds besides {more[:5]}"
 
 
-def bare_environment(folder: Path, wheel: Path, sites: Iterable[str]) -> Path:
-    """Makes an environment with the wheel, and shows it the packages of other environments.
+def bare_environment(
+    folder: Path, source: str | Path, sites: Iterable[str], cwd: Path = ROOT
+) -> Path:
+    """Makes an environment, runs ``pip install SOURCE`` in the folder ``cwd`` for it, and shows it
+    the packages of other environments.
 
     The folders stand in a .pth file, whose folders' own .pth files are not read: an editable
-    checkout stays unseen.
+    checkout stays unseen. A build is done with the packages of the running Python.
 
     Returns:
         The interpreter.
     """
     run(sys.executable, "-m", "venv", "--without-pip", str(folder))
     python = folder / "bin" / "python"
-    install = ("--python", str(python), "install", "--no-index", "--no-deps", "--no-compile", "-q")
-    run(sys.executable, *PIP, *install, str(wheel))
     (site,) = folder.glob("lib/python3*/site-packages")
+    options = ("--no-index", "--no-build-isolation", "--no-deps", "--no-compile", "-q")
+    run(sys.executable, *PIP, "install", str(source), *options, "--target", str(site), cwd=cwd)
     (site / "others.pth").write_text("".join(f"{other}\n" for other in sites))
     return python
 
@@ -141,11 +144,16 @@ def check_types(wheel: Path) -> None:
     assert any('"DistTensor" has no attribute "full_tensr"' in error for error in errors), errors
 
 
-def make_sdist(folder: Path) -> Path:
-    """Builds the sdist from a copy of the checkout, in which no earlier build has left files."""
+def copy_checkout(folder: Path) -> Path:
+    """Copies the checkout without the files that builds have left. Returns the copy."""
     made = (".*", "build", "dist", "out", "*.egg-info", "*.so", "__pycache__")
+    return shutil.copytree(ROOT, folder / "checkout", ignore=shutil.ignore_patterns(*made))
+
+
+def make_sdist(folder: Path) -> Path:
+    """Builds the sdist from a copy of the checkout."""
     with tempfile.TemporaryDirectory() as name:
-        copy = shutil.copytree(ROOT, Path(name, "checkout"), ignore=shutil.ignore_patterns(*made))
+        copy = copy_checkout(Path(name))
         run(sys.executable, "setup.py", "-q", "sdist", "--dist-dir", str(folder), cwd=copy)
     (sdist,) = folder.glob("*.tar.gz")
     return sdist
