@@ -52,12 +52,22 @@ def same_losses(one: str, other: str) -> None:
     assert numbers == pytest.approx(expected, abs=3e-4)
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name != "resume"])
+@pytest.mark.parametrize("name", [name for name in RECIPES if name not in ("own_model", "resume")])
 @pytest.mark.limit(240)
 def test_a_recipe_has_the_same_losses_on_one_process_and_on_four(name: str) -> None:
     one, four = (output(n, name) for n in (1, 4))
     same_losses(one, four)
     shows(name, four)
+
+
+@pytest.mark.limit(240)
+def test_your_own_model_is_the_same_in_two_stages_and_resumes_in_one_process(
+    tmp_path: Path,
+) -> None:
+    one, four = output(1, "own_model"), output(4, "own_model", str(tmp_path))
+    same_losses(one, four)
+    shows("own_model", four)
+    assert output(1, "own_model", str(tmp_path)).splitlines() == four.splitlines()[-1:]
 
 
 def shows(name: str, text: str) -> None:
