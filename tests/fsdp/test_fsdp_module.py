@@ -270,6 +270,14 @@ def test_reductions_over_replicas_wait_for_set_requires_all_reduce() -> None:
     same(model, expected, "HSDP")
     kinds = [r.kind for r in log.records if r.axis == "dp"]
     assert len(kinds) == 2 * 4, kinds
+    model, expected = nested(net(), mesh), net()
+    for module in (model, *model.inner):
+        module.set_all_reduce_hook(lambda grad: grad.mul_(3))
+    for i, (x, whole) in enumerate(zip(split(ROWS[:2], mesh), ROWS[:2], strict=True)):
+        before(i)
+        model(x).square().mean().backward()
+        expected(whole).square().mean().backward()
+    check_grads(model, expected, 3, "once, after the last reduction")
 
 
 @on_ranks(2)
