@@ -54,7 +54,7 @@ _NO_ANSWER = re.compile(
 )
 _OF_KERNELS = re.compile(  # errors that no kernel for ``meta`` raises, or not in these cases
     "not implemented for|scalar type|dtype|can't be cast|result type|floating point|boolean|complex"
-    "|multiple times|non-zero size|used as indices"
+    "|multiple times|non-zero size|used as indices|bool input"
 )
 _MOST = 1 << 16  # elements of the tensors of the second question
 

@@ -28,12 +28,6 @@ def select(input: Arg, dim: int, index: int) -> Factors:
     if not isinstance(index, int):
         raise NoRule("select by a tensor")
     at = front(dim, input.ndim)
-    size = input.shape[at] if input.ndim else 0
-    if not -size <= index < size:
-        raise IndexError(
-            f"select(): index {index} out of range for tensor of size {list(input.shape)} at "
-            f"dimension {at}"
-        )
     return moved(input, replaced(input, at))
 
 

@@ -75,10 +75,6 @@ def read_index(input: Arg, index: Any) -> Indexed:
             continue
         size = input.shape[dim]
         if isinstance(item, int):
-            if not -size <= item < size:
-                raise IndexError(
-                    f"index {item} is out of bounds for dimension {dim} with size {size}"
-                )
             got.whole.add(dim)
         elif isinstance(item, slice):
             start, stop, step = item.indices(size) if _plain(item) else (0, -1, 0)

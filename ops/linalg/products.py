@@ -11,7 +11,7 @@ import torch
 from ops.dims import PRODUCT, front, named
 from ops.empty_pieces import padded_if_empty
 from ops.factors import Arg, Dims, Factors, Letter, NoRule, letters, pointwise_factors
-from ops.linalg.matmul import SUM_K, fit
+from ops.linalg.matmul import SUM_K
 from ops.reduction.sum import reduction
 from ops.registry import rule
 
@@ -43,7 +43,8 @@ def grouped_mm(
     """m k, g k n, g -> m n: rows in groups, each with a matrix of its own; k: sum"""
     if (input.ndim, mat2.ndim) != (2, 3) or offs is None or words.get("bias", bias) is not None:
         raise NoRule("grouped_mm other than of rows with a matrix for each group")
-    fit("grouped_mm", input, -1, mat2, 1)
+    if input.shape[-1] != mat2.shape[1]:
+        raise NoRule("grouped_mm of sizes that do not fit")
     whole = set("mg")
     f = letters("m k, g k n, g -> m n", input, mat2, offs, reduced=SUM_K, unsplittable=whole)
     return f.replace(linear_terms=PRODUCT, local=_aligned)
@@ -116,7 +117,6 @@ def inner(input: Arg, other: Arg) -> Factors:
         dims = tuple(range(max(input.ndim, other.ndim)))
         scalar = (dims[: input.ndim], dims[: other.ndim])
         return Factors(scalar, (dims,), linear_terms=PRODUCT)
-    fit("inner", input, -1, other, -1)
     return tensordot(input, other, ([-1], [-1]))
 
 
@@ -132,8 +132,6 @@ def vecdot(input: Arg, other: Arg, *, dim: int = -1, out: None = None) -> Factor
 @rule(torch.bilinear)
 def bilinear(input1: Arg, input2: Arg, weight: Arg, bias: Any = None) -> Factors:
     """... i, ... j, o i j -> ... o"""
-    fit("bilinear", input1, -1, weight, 1)
-    fit("bilinear", input2, -1, weight, 2)
     local = partial(padded_if_empty, value=0.0)
     options: dict[str, Any] = {"reduced": {"i": "sum", "j": "sum"}, "local": local}
     product = {0, 1, 2}

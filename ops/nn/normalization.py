@@ -30,11 +30,6 @@ def _last_dims(*funcs: Any) -> None:
         shape = normalized_shape
         wanted = (shape,) if isinstance(shape, int) else tuple(shape)
         n = len(wanted)
-        if input.shape[input.ndim - n :] != wanted or n > input.ndim:
-            raise RuntimeError(
-                f"{funcs[0].__name__}: normalized_shape {list(wanted)} is not the end of the "
-                f"input's {list(input.shape)}"
-            )
         last = tuple(range(input.ndim - n, input.ndim))
         f = pointwise_factors([input], unsplittable=set(last), local=padded_if_empty)
         return f.replace(inputs=(*f.inputs, *(last for _ in tensors_in(*more, *words.values()))))

@@ -190,8 +190,6 @@ _with_index(torch.min, torch.return_types.min, largest=False)
 def _arg(func: Any, largest: bool) -> None:
     @rule(func, doc="the index in the whole tensor (flat without dim)")
     def factors(input: Arg, dim: Any = None, keepdim: bool = False) -> Factors:
-        if input.dtype == torch.bool:
-            raise RuntimeError(f"{func.__name__}(): does not support bool input")
         gone = check_not_empty(func.__name__, input, dim)
 
         def reduce(call: LocalCall, axes: Axes, x: Tensor, *_: Any, **__: Any) -> Tensor:

@@ -15,11 +15,6 @@ from ops.registry import rule
 
 def _repeated(input: Arg, times: tuple[int, ...]) -> Factors:
     new = len(times) - input.ndim
-    if new < 0:
-        raise RuntimeError(
-            f"Number of dimensions of repeat dims {list(times)} can not be smaller than number of "
-            f"dimensions of tensor {list(input.shape)}"
-        )
     out: list[Letter] = [f"times{i}" for i in range(new)]
     sizes: dict[Letter, int] = {f"times{i}": times[i] for i in range(new)}
     for d, n in enumerate(times[new:]):
