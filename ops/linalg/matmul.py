@@ -83,6 +83,8 @@ def _sum_and_product(
     @rule(func, integers=False, doc=f"input + ({pattern} -> {out})")
     def factors(input: Arg, first: Arg, second: Arg, *, beta: Any = 1, alpha: Any = 1) -> Factors:
         words = out.split()
+        if input.ndim > len(words):
+            raise RuntimeError(f"{func.__name__}: the input has more dims than the result")
         own = " ".join(words[len(words) - input.ndim :])
         # the product first, so that its sizes count, then back in the call's order
         f = letters(

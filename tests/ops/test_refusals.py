@@ -55,6 +55,7 @@ CALLS: dict[str, Call] = {
     "linear": lambda x, i, b: F.linear(x, x[:, :2]),
     "bmm": lambda x, i, b: torch.bmm(x[None], x[None]),
     "addmm": lambda x, i, b: torch.addmm(x, x, x),
+    "addmm of more dims": lambda x, i, b: torch.addmm(x[None], x.t(), x),
     "einsum": lambda x, i, b: torch.einsum("ij,ij->i", x, x[:, :2]),
     "view": lambda x, i, b: x.view(2, 2),
     "reshape": lambda x, i, b: x.reshape(5),
