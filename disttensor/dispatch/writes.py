@@ -39,7 +39,7 @@ def mark_written(x: DistTensor, tracked: bool = True) -> None:
         o.write(x, tracked)
 
 
-def note_error(error: BaseException, planned: Any, target: Any) -> None:
+def note_error(error: BaseException, planned: Any, target: Any = None) -> None:
     """Notes that a call raised on this rank. ``target``: its first argument, whose name torch's
     error for a write to a leaf gets."""
     text = str(error)
