@@ -145,6 +145,11 @@ def _collect(parts: Iterable[Any], attributes: bool, out: list[Tensor], seen: se
                 _collect(vars(value).values(), attributes, out, seen)
 
 
+def has_attributes(value: Any) -> bool:
+    """Returns True for a dataclass and for another object that may hold tensors in attributes."""
+    return _kind(type(value)) in (_DATACLASS, _OBJECT) and hasattr(value, "__dict__")
+
+
 def replace_tensors(value: Any, f: Callable[[Tensor], Any], attributes: bool = False) -> Any:
     """Returns the value with f(t) for each tensor t. A dataclass is copied if one of its tensors
     changes; with ``attributes``, attributes of other objects are set."""

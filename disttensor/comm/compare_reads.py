@@ -19,7 +19,7 @@ import torch
 
 from disttensor.cache import cached
 from disttensor.comm import compare_collectives, failure_watch
-from disttensor.comm.collective_call import call_error, call_options, wait
+from disttensor.comm.collective_call import call_error, gather_rows
 from disttensor.comm.groups import Ended, Group
 from disttensor.comm.lone_failure import errors_with
 from disttensor.comm.process_group import is_fake
@@ -27,7 +27,6 @@ from disttensor.errors import MismatchError, Place, show_place, user_place
 from disttensor.observe import observers
 from disttensor.runtime import current_runtime, last_runtime
 from disttensor.torch_private import (
-    all_gather_single,
     object_device,
     without_function_modes,
     without_modes,
@@ -65,10 +64,7 @@ def _exchange(number: int, group: Group) -> list[int]:
     memory = np.empty(group.size, dtype=np.int64)  # read without torch, which may forbid it
     rows = torch.from_numpy(memory).to(mine.device)
     try:
-        work = all_gather_single(group.pg, rows, mine, call_options("AllgatherOptions", False))
-        group.started[0] += 1
-        if work is not None:
-            wait(work, group, mine, "read", group.started[0])
+        gather_rows(rows, mine, group, "read")
     except MismatchError:
         raise
     except RuntimeError as error:

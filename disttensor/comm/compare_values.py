@@ -8,18 +8,20 @@ calls 1, 2, 4, 8, ... of each line: the numbers of calls are equal on all ranks.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 
 import torch
 
+from disttensor.comm import wire
 from disttensor.comm.groups import Group
 from disttensor.comm.objects import gather_results
 from disttensor.comm.process_group import is_fake
-from disttensor.errors import MismatchError, user_line
-from disttensor.torch_private import has_data, storage_id, without_function_modes
+from disttensor.errors import user_line
+from disttensor.torch_private import has_data, without_function_modes, without_modes
 
 Tensor = torch.Tensor
-_TOLERANCE = 1e-2  # relative: ranks may compute one value with other roundings
+_TOLERANCE = 1e-2  # of the spread: ranks may compute one value with other roundings
 
 
 def is_due(calls: int) -> bool:
@@ -35,7 +37,18 @@ def are_alike(one: Sequence[Sample], other: Sequence[Sample]) -> bool:
     if [kind for kind, _ in one] != [kind for kind, _ in other]:
         return False
     pairs = zip(one, other, strict=True)
-    return all(a == b or ("int" not in kind and _are_close(a, b)) for (kind, a), (_, b) in pairs)
+    return all(a == b or _are_close(a, b, _roundings(kind)) for (kind, a), (_, b) in pairs)
+
+
+def checksum(x: Tensor) -> Sample:
+    """Returns shape and dtype, and a sum over the bits of x."""
+    kind, data = _described(x)
+    if data is None:
+        return kind, []
+    parts = wire.as_bytes(data.contiguous()).view(-1)
+    whole = len(parts) // 8 * 8
+    sums = parts[:whole].view(torch.int64).sum(), parts[whole:].sum(dtype=torch.int64)
+    return kind, [int(n) for n in sums]
 
 
 def compare_values(who: str, values: Sequence[Tensor], group: Group) -> list[str]:
@@ -45,7 +58,8 @@ def compare_values(who: str, values: Sequence[Tensor], group: Group) -> list[str
     if is_fake():
         return [""] * len(values)
     mine = [sample(x, 64) for x in values]
-    everyone = gather_results(who, group, lambda: mine, seen=False)
+    with without_function_modes(), without_modes():
+        everyone = gather_results(who, group, lambda: mine, seen=False)
     first, texts = everyone[0], [""] * len(values)
     for rank, theirs in zip(group.ranks, everyone, strict=True):
         for i in range(len(values)):
@@ -59,23 +73,44 @@ def compare_values(who: str, values: Sequence[Tensor], group: Group) -> list[str
 
 def sample(x: Tensor, most: int) -> Sample:
     """Returns shape and dtype, and at most ``most`` elements from the first to the last."""
-    kind, count = f"{list(x.shape)} {x.dtype}", min(x.numel(), most)
-    if not count or x.is_meta or not has_data(x):
+    kind, data = _described(x)
+    if data is None:
         return kind, []
     with without_function_modes():  # modes, as one that records a forward, see no read
-        x = x.detach()
-        x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
-        flat, last = x.reshape(-1), x.numel() - 1
-        places = torch.linspace(0, last, count, dtype=torch.float64, device="cpu").long()
-        return kind, flat[places.to(flat.device)].double().tolist()
+        flat = torch.view_as_real(data) if data.is_complex() else data
+        flat, last = flat.reshape(-1), flat.numel() - 1
+        places = torch.linspace(0, last, min(last + 1, most), dtype=torch.float64, device="cpu")
+        return kind, flat[places.long().to(flat.device)].double().tolist()
 
 
-def _are_close(one: Sequence[float], other: Sequence[float]) -> bool:
-    bound = _TOLERANCE * max((abs(v) for v in one if math.isfinite(v)), default=0.0)
+def _described(x: Tensor) -> tuple[str, Tensor | None]:
+    """Returns shape and dtype, and the values; None: it has none that can be read."""
+    kind = f"{list(x.shape)} {x.dtype}"
+    odd = x.layout is not torch.strided or x.is_nested or x.is_quantized
+    if odd or not x.numel() or x.is_meta or not has_data(x):
+        return kind, None
+    with without_function_modes():
+        return kind, x.detach().resolve_conj().resolve_neg()
+
+
+def _are_close(one: Sequence[float], other: Sequence[float], roundings: float) -> bool:
+    """Returns True if the values differ by a part of their spread, and by ``roundings`` of the
+    largest, at most. One large value says little of the spread of the others."""
+    finite = [v for v in one if math.isfinite(v)] if roundings else []
+    middle = statistics.median(finite or [0.0])
+    spread = statistics.fmean([abs(v - middle) for v in finite] or [0.0])
+    bound = _TOLERANCE * spread + roundings * max(map(abs, finite), default=0.0)
     return all(
-        a == b or (a != a and b != b) or math.isclose(a, b, rel_tol=_TOLERANCE, abs_tol=bound)
+        a == b or (a != a and b != b) or abs(a - b) <= bound
         for a, b in zip(one, other, strict=True)
     )
+
+
+def _roundings(kind: str) -> float:
+    """Returns how far, relative to a value, two ranks' results of one computation may differ."""
+    dtype = getattr(torch, kind.rpartition(".")[2])
+    rounds = dtype.is_floating_point or dtype.is_complex
+    return min(64 * torch.finfo(dtype).eps, _TOLERANCE) if rounds else 0.0
 
 
 def _text(x: Sample | None, same: bool) -> str:
@@ -90,19 +125,7 @@ def _error(who: str, first: int, one: str, rank: int, other: str) -> str:
         f"{who} at {user_line()}: a regular tensor is one global value, the same on every rank, "
         f"but it is {one} on rank {first}, and {other} on rank {rank}. If each rank has a batch of "
         "its own, give all ranks one batch: dt.shard_loader(loader, mesh) takes the place of a "
-        "DistributedSampler and splits it; dt.DistTensor.from_local makes one tensor of pieces. If "
+        "DistributedSampler and splits it; dt.from_local makes one tensor of pieces. If "
         "it is drawn or initialized, seed all ranks alike; src_rank=0 of dt.shard_tensor takes the "
         "value of one rank"
     )
-
-
-# The memory of arguments of the forward that runs, of which the ranks have other values: the error.
-# Code on regular tensors may use them; with a DistTensor they would count as one value.
-DIFFERING: dict[int, str] = {}
-
-
-def refuse_differing(x: Tensor) -> None:
-    """Raises MismatchError for a regular tensor among DistTensors whose memory is in DIFFERING."""
-    text = DIFFERING.get(storage_id(x.untyped_storage())) if has_data(x) else None
-    if text:
-        raise MismatchError(text)

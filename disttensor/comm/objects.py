@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from disttensor import callbacks, observe
 from disttensor.comm import p2p, safe_pickle, wire
-from disttensor.comm.collective_call import run
+from disttensor.comm.collective_call import gather_rows, run
 from disttensor.comm.groups import Group
 from disttensor.comm.process_group import is_fake, world
 from disttensor.errors import MismatchError
@@ -53,12 +52,12 @@ def gather_objects(
 def _all_gather_bytes(mine: bytes, group: Group) -> list[bytes]:
     """Returns the bytes of every member, in the order of the backend."""
     data = _as_tensor(mine).to(object_device(group.pg))
-    sizes = data.new_empty(group.size, 1, dtype=torch.int64)
-    dist.all_gather(list(sizes), sizes.new_tensor([len(mine)]), group=group.pg)
-    lengths = sizes.view(-1).tolist()
+    sizes = data.new_empty(group.size, dtype=torch.int64)
+    gather_rows(sizes, sizes.new_tensor([len(mine)]), group, "exchange of facts")
+    lengths = sizes.tolist()
     rows = data.new_empty(group.size, max(lengths))
     padded = torch.cat((data, data.new_zeros(max(lengths) - len(mine))))
-    dist.all_gather(list(rows), padded, group=group.pg)
+    gather_rows(rows.view(-1), padded, group, "exchange of facts")
     return [row[:n].cpu().numpy().tobytes() for row, n in zip(rows, lengths, strict=True)]
 
 

@@ -15,7 +15,6 @@ import torch
 
 from disttensor.cache import Cache
 from disttensor.checks import has_own_operators
-from disttensor.comm.compare_values import DIFFERING, refuse_differing
 from disttensor.core.layout import Axes, Layout, replicated
 from disttensor.core.mesh import ProcessMesh
 from disttensor.core.spec import DistSpec
@@ -269,6 +268,4 @@ def refuse_torch_dtensors(func: Function, tensors: Sequence[Tensor]) -> None:
 
 def regular_spec(x: Tensor, mesh: ProcessMesh) -> DistSpec:
     """Returns the spec of a regular tensor among DistTensors: replicated."""
-    if DIFFERING:
-        refuse_differing(x)
     return DistSpec(mesh, replicated(x.ndim), x.shape, x.dtype)

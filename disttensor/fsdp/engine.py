@@ -26,12 +26,12 @@ from disttensor.autograd.accumulation import RETURNED, BackwardContext, current_
 from disttensor.autograd.activation_checkpoint import current_run, recompute_around
 from disttensor.autograd.joined_backward import run_after_backward, run_after_failure, this_backward
 from disttensor.autograd.split_backward import compute_weight_now
-from disttensor.cache import clear_decisions
 from disttensor.comm import buffers
-from disttensor.comm.compare_values import DIFFERING, compare_values, is_due
+from disttensor.comm.compare_values import is_due
 from disttensor.comm.places import GradMemory
 from disttensor.fsdp import graph_hooks
 from disttensor.fsdp.backward import ReduceOrder
+from disttensor.fsdp.own_arguments import RefuseOwn, compare_arguments
 from disttensor.fsdp.param import FSDPParam, is_borrowed
 from disttensor.fsdp.reduce import Reduction, accumulate_in_graph, make_groups, reductions
 from disttensor.fsdp.segment import Segment, ShardState
@@ -41,7 +41,7 @@ from disttensor.pytree import find_tensors, replace_tensors
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.grad_slot import grad_memory_of
 from disttensor.tensor.uses import forget_derivation, leaves_of
-from disttensor.torch_private import current_backward, has_data, storage_id
+from disttensor.torch_private import current_backward
 
 Tensor = torch.Tensor
 
@@ -65,6 +65,7 @@ class Engine:
         self.scatter, self.prefetch = scatter, prefetch
         self.context: BackwardContext | None = None  # see ``accumulate``
         self.handles: list[Any] = []
+        self.refusal: RefuseOwn | None = None  # while a forward runs with a batch of its own
         self.calls = 0  # forwards of the root that are on the stack, without recomputations
         self.all_calls = 0
         self.epoch = 0
@@ -110,9 +111,9 @@ class Engine:
                 is_read = is_borrowed(segment.copied, module)
                 add(module.register_forward_pre_hook(begin, prepend=is_read))
                 add(module.register_forward_hook(end, always_call=True))
-        begins = self._root_begins
+        begins = self._begin_call
         add(root.register_forward_pre_hook(begins, prepend=True, with_kwargs=True))
-        add(root.register_forward_hook(self._root_ends, always_call=True))
+        add(root.register_forward_hook(self._end_call, always_call=True))
 
     def release(self) -> list[Segment]:
         """Removes the hooks, and returns the segments, for the engine of a module around."""
@@ -167,28 +168,27 @@ class Engine:
             graph_hooks.forget()
             self.calls += 1
             self.epoch += 1
-            DIFFERING.clear()
-            if is_due(self.epoch):
-                self._compare_arguments(module, args, kwargs)
             self.last_order, self.order = self.order or self.last_order, []
         self.all_calls += 1
 
-    def _compare_arguments(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Compares the regular tensors among the arguments. A call of the forward that takes one of
-        which the ranks have other values together with a DistTensor is refused."""
+    def _begin_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Begins a call of the root. At some of them the ranks compare the arguments."""
+        self._root_begins(module, args, kwargs)
+        if self.calls != 1 or current_backward() != -1 or not is_due(self.epoch):
+            return
         meshes = {p.sharded_param.spec.mesh for s in self.segments for p in s.params}
-        given = [x for x in find_tensors((args, kwargs)) if not isinstance(x, DistTensor)]
-        if not given or len(meshes) != 1 or not all(map(has_data, given)):
-            return
-        mesh = meshes.pop()
-        if mesh.size == 1:
-            return
-        group = mesh.group(tuple(range(mesh.ndim)))
-        texts = compare_values(f"the call of {type(module).__name__}", given, group)
-        pairs = zip(given, texts, strict=True)
-        DIFFERING.update({storage_id(x.untyped_storage()): text for x, text in pairs if text})
-        if DIFFERING:
-            clear_decisions()  # so that the next calls look at their regular tensors
+        mesh = meshes.pop() if len(meshes) == 1 else None
+        if mesh is not None and mesh.size > 1:
+            who, group = f"the call of {type(module).__name__}", mesh.group(range(mesh.ndim))
+            self.refusal = compare_arguments(who, (args, kwargs), group)
+            if self.refusal is not None:
+                self.refusal.__enter__()
+
+    def _end_call(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.refusal is not None and self.calls <= 1:
+            self.refusal.__exit__(None, None, None)
+            self.refusal = None
+        self._root_ends(module, args, output)
 
     @outside_user_modes
     def _module_begins(self, segment: Segment, is_read: bool, module: nn.Module, args: Any) -> None:
@@ -277,7 +277,6 @@ class Engine:
 
     @outside_user_modes
     def _root_ends(self, module: nn.Module, args: Any, output: Any) -> None:
-        DIFFERING.clear()
         self.all_calls = max(self.all_calls - 1, 0)
         for segment in self.off_mesh:
             if not segment.forward.running:

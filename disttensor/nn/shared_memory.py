@@ -4,8 +4,11 @@ stays one; two tensors of one memory would come apart."""
 from __future__ import annotations
 
 import itertools
+import operator
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections import UserDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +16,7 @@ from torch import nn
 
 from disttensor.errors import user_line
 from disttensor.nn.parameters import slots
-from disttensor.pytree import find_tensors
+from disttensor.pytree import find_tensors, has_attributes, rebuild
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.torch_private import storage_id
 
@@ -90,19 +93,42 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 def replace_held(module: nn.Module, made: Mapping[int, Any]) -> None:
     """Replaces tensors that were placed in plain attributes of the module, or of modules in it, and
-    in lists and dicts there."""
+    in containers and objects there."""
+    seen: set[int] = set()
     for owner in module.modules() if made else ():
-        attributes = {k: v for k, v in owner.__dict__.items() if k not in _OF_MODULES}
-        _replace_in(attributes, made, set())
-        owner.__dict__.update(attributes)
+        for key, value in [*owner.__dict__.items()]:
+            if key not in _OF_MODULES:
+                owner.__dict__[key] = _replaced(value, made, seen)
 
 
-def _replace_in(value: Any, made: Mapping[int, Any], seen: set[int]) -> None:
-    if type(value) not in (list, dict) or id(value) in seen:
-        return
+def _replaced(value: Any, made: Mapping[int, Any], seen: set[int]) -> Any:
+    """Returns ``value`` with the new tensors: the same object, unless it is a tensor or a tuple."""
+    if isinstance(value, Tensor):
+        return made.get(id(value), value)
+    if isinstance(value, tuple):
+        items = [_replaced(x, made, seen) for x in value]
+        return value if all(map(operator.is_, items, value)) else rebuild(value, items)
+    if id(value) in seen:
+        return value
     seen.add(id(value))
-    for key, x in list(enumerate(value) if type(value) is list else value.items()):
-        if isinstance(x, Tensor):
-            value[key] = made.get(id(x), x)
-        else:
-            _replace_in(x, made, seen)
+    pairs: Iterable[tuple[Any, Any]]
+    if isinstance(value, (list, deque, dict, UserDict)):
+        pairs = enumerate(value) if isinstance(value, (list, deque)) else value.items()
+        put = value.__setitem__
+    elif isinstance(value, set):
+        pairs = ((x, x) for x in value if isinstance(x, Tensor))
+        put = partial(_exchange, value)
+    elif has_attributes(value):
+        pairs, put = vars(value).items(), partial(object.__setattr__, value)
+    else:
+        return value
+    for key, old in [*pairs]:
+        new = _replaced(old, made, seen)
+        if new is not old:
+            put(key, new)
+    return value
+
+
+def _exchange(tensors: set[Any], old: Tensor, new: Tensor) -> None:
+    tensors.remove(old)
+    tensors.add(new)

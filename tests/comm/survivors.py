@@ -157,6 +157,15 @@ def two_reads(rank, failing):
     print(norm.item())
 
 
+def facts_and_read(rank, failing):
+    """One rank exchanges facts of the pieces of a new tensor; the others read a value."""
+    mesh, loss = dt.init_mesh((WORLD,), ("dp",)), matrices([]).mean()
+    if rank == failing:
+        dt.from_local(torch.ones(2), mesh, [dt.Shard(0)])
+    else:
+        loss.item()
+
+
 def goes_on(rank, failing):
     """The rank that raised does without, and comes later."""
     lone_failure.QUIET = 3.0
@@ -208,6 +217,7 @@ PROGRAMS = {
         another_call,
         read_on_one_rank,
         two_reads,
+        facts_and_read,
     )
 }
 for name in ("1f1b", "gpipe", "zero_bubble", "zbv", "dualpipev"):

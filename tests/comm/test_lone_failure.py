@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FINE = ["alike-1", "alike-0", "alike_in_a_run-0", "alike_in_a_run-2", "goes_on-1", "all_catch-0"]
 # two ranks wait in one collective, this one in another: {name: that one}
 OTHER = {"another_call-1": "all_gather", "read_on_one_rank-0": "start of the group"}
+OTHER["facts_and_read-1"] = "exchange of facts"
 RUNS = [name for name in PROGRAMS if name.endswith("ward") and name != "backward"]
 CALLS = ["call-1", "known_call-0", "backward-2", "in_the_background-1"]
 ALWAYS = [*CALLS, "zbv forward-1", "1f1b backward-1"]

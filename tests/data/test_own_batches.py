@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
@@ -46,6 +47,8 @@ OWN: dict[str, Callable[[], Any]] = {
     "tokens": lambda: torch.tensor([50_000, 3, 7 + rank()]),
     "dtypes": lambda: torch.ones(6, 4, dtype=(torch.float32, torch.float64)[rank()]),
     "complex": lambda: torch.full((2, 4), complex(1, rank())),
+    "offset": lambda: torch.full((3, 4), 300.0 + 2 * rank()),
+    "one large": lambda: torch.tensor([[1e4, 0, 0, 0], [50.0 * (1 + rank())] * 4]),
 }
 
 
@@ -88,6 +91,10 @@ def test_a_model_of_another_seed_takes_the_values_of_the_first_rank() -> None:
         for p, q in zip(net.parameters(), model(0).parameters(), strict=True):
             torch.testing.assert_close(p.full_tensor(), q)
             assert p.is_leaf and p.requires_grad
+    one = nn.Linear(3, 2)
+    with torch.no_grad():
+        one.weight.fill_(1000).view(-1)[4] += rank()
+    assert dt.shard_module(one, line()).weight.to_local().unique().tolist() == [1000]
     with pytest.raises(MismatchError, match="tensors differs between"):
         dt.shard_module(nn.Linear(4, 2 + rank()), line())
 
@@ -100,3 +107,52 @@ def test_roundings_and_nan_are_no_difference() -> None:
         dt.shard_tensor(value, line(), [R])
         with torch.device("meta"):  # of what the program makes
             dt.shard_tensor(value, line(), [R])
+
+
+class Uses(nn.Module):
+    """A model that uses its batch by ``f(linear, batch)``."""
+
+    def __init__(self, f: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.linear, self.f = nn.Linear(4, 3), f
+
+    def forward(self, batch: Any) -> Any:
+        return self.f(self.linear, batch)
+
+
+class Held:
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+USES: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+    "made of it": (lambda x: x, lambda linear, x: linear(x * 1.0 + 1)),
+    "written with it": (lambda x: x, lambda linear, x: linear(torch.zeros(3, 4).copy_(x))),
+    "known call": (lambda x: x, lambda linear, x: linear(torch.ones(3, 4)) + linear(x)),
+    "object": (Held, lambda linear, batch: linear(batch.x)),
+    "UserDict": (lambda x: UserDict(x=x), lambda linear, batch: linear(batch["x"])),
+}
+
+
+@on_ranks(2)
+def test_ways_to_use_a_batch_of_its_own() -> None:
+    for name, (held, f) in USES.items():
+        torch.manual_seed(0)
+        net = dt.shard_data_parallel(Uses(f), line())
+        with pytest.raises(MismatchError, match=r"(?s)the call of Uses.*dt\.shard_loader"):
+            net(held(torch.full((3, 4), 1.0 + rank())))
+        assert not torch.overrides._get_current_function_mode_stack(), name
+        net(held(torch.ones(3, 4))).sum().backward()
+
+
+@on_ranks(2)
+def test_sparse_arguments_are_not_compared() -> None:
+    net = dt.shard_data_parallel(Uses(lambda linear, x: linear(x.to_dense())), line())
+    assert net(torch.eye(4).to_sparse()).shape == (4, 3)
+
+
+@on_ranks(2)
+def test_a_batch_of_its_own_that_no_parameter_meets() -> None:
+    net = Uses(lambda linear, x: linear(dt.from_local(x, line(), [S0])))
+    net = dt.shard_data_parallel(net, line())
+    assert net(torch.full((3, 4), 1.0 + rank())).shape == (6, 3)

@@ -3,6 +3,7 @@ regular tensors that is assigned: parameters stay sharded."""
 
 from __future__ import annotations
 
+from collections import OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -123,3 +124,32 @@ def test_assigned_values_stay_sharded(way: str) -> None:
         assert {p.dtype for p in net.parameters()} == {torch.float32}
     with pytest.raises(RuntimeError, match="size mismatch"):
         net.load_state_dict({**plain.state_dict(), "first.bias": torch.ones(3)}, assign=True)
+
+
+class Holder:
+    def __init__(self, *tensors: Any) -> None:
+        self.tensors = tensors
+
+
+HELD: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
+    "tuple": (lambda *x: x, lambda held: held),
+    "named tuple": (lambda *x: torch.return_types.aminmax(x), lambda held: held),
+    "dict of lists": (lambda *x: OrderedDict(a=[*x]), lambda held: held["a"]),
+    "defaultdict": (lambda *x: defaultdict(list, a=x), lambda held: held["a"]),
+    "UserDict": (lambda *x: UserDict(a=x), lambda held: held["a"]),
+    "deque": (lambda *x: deque(x), lambda held: held),
+    "object": (Holder, lambda held: held.tensors),
+    "objects in a tuple": (lambda *x: ([Holder(*x)],), lambda held: held[0][0].tensors),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_tensors_in_attributes_are_those_that_were_placed(way: str) -> None:
+    for name, (hold, tensors) in HELD.items():
+        net = Net()
+        net.second.held = hold(net.first.bias, net.second.shift)
+        WAYS[way](net)
+        bias, shift = tensors(net.second.held)
+        assert bias is net.first.bias, name
+        assert shift is net.second.shift, name
