@@ -476,11 +476,13 @@ ON_TWO = [name for name in PARTS if EVERYTHING or name not in ON_GRID]
 @pytest.mark.feature("Rules")
 @on_ranks(2, timeout=240)
 @pytest.mark.parametrize("name", ON_TWO)
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
 def test_on_2_ranks(name):
     check_cases(PARTS[name], most=8)
 
 
 @on_ranks(4, timeout=240)
 @pytest.mark.parametrize("name", ON_GRID)
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
 def test_on_2x2_ranks(name):
     check_cases(PARTS[name], most=4)
