@@ -48,12 +48,11 @@ def uniform(source: Source, dtype: torch.dtype, low: float = 0.0, high: float = 
 def normal(source: Source, dtype: torch.dtype, mean: float = 0.0, std: float = 1.0) -> Tensor:
     """Draws normal numbers; |value - mean| < 8.6 std.
 
-    Complex: each part has std / sqrt(2), and ``mean`` is real, as in torch.
+    Complex: each part has the mean ``mean`` and std / sqrt(2), as in torch.
     """
     if dtype.is_complex:
-        pair = normal(source.pairs(), _part(dtype), std=std * math.sqrt(0.5))
-        pair.select(-1, 0).add_(mean)
-        return torch.view_as_complex(pair)
+        pairs = normal(source.pairs(), _part(dtype), mean, std * math.sqrt(0.5))
+        return torch.view_as_complex(pairs)
     _need_floating("normal", dtype)
     if not std >= 0.0:
         raise ValueError(f"normal: std={std}: a standard deviation is 0 or more")
@@ -84,12 +83,13 @@ def truncated_normal(
 
 
 def exponential(source: Source, dtype: torch.dtype, rate: float = 1.0) -> Tensor:
-    """Draws -log(u) / rate, always positive: the smallest result is the smallest normal number."""
+    """Draws -log(u) / rate, always positive: 0 becomes the smallest number above."""
     _need_floating("exponential", dtype)
     if not rate > 0.0:
         raise ValueError(f"exponential: rate={rate}: need a positive rate")
     out = _draw(source, dtype, lambda a, b, *_: log(_open_unit(a, b)).div_(-rate))
-    return out.clamp_(min=torch.finfo(dtype).tiny)
+    limits = torch.finfo(dtype)
+    return out.clamp_(min=limits.tiny * limits.eps)
 
 
 def bernoulli(source: Source, dtype: torch.dtype, p: float | Tensor = 0.5) -> Tensor:

@@ -93,7 +93,8 @@ def norms(
     out = list(torch._foreach_norm(list(input), ord, dtype=dtype))
     for i in split:
         if ord and out[i].requires_grad:  # the gradient of a norm is lost where it is infinite
-            out[i] = powers(input[i].to(out[i].dtype), ord).sum()
+            x = input[i].abs() if input[i].is_complex() else input[i]
+            out[i] = powers(x.to(out[i].dtype), ord).sum()
         else:
             out[i] = out[i] ** ord if ord else out[i]
     out = together(call, out, "sum", groups)

@@ -37,6 +37,7 @@ class Route(NamedTuple):
 
 def narrow(indices: Tensor, experts: int) -> Tensor:
     """Returns indices in the smallest dtype, as they are sent; -1 if there is no such expert."""
+    indices = indices.long()  # the dtype of the indices may not hold ``experts``
     dtype = torch.int8 if experts < 2**7 else torch.int16 if experts < 2**15 else torch.int32
     return torch.where((indices < 0) | (indices >= experts), -1, indices).to(dtype)
 

@@ -107,6 +107,16 @@ def test_a_token_goes_once_to_a_rank_and_nowhere_for_an_index_outside() -> None:
     assert found.rows.tolist() == [0, 1, 2, 3, 0, 2] and found.slots.tolist() == [0, 0, 0, 0, 1, 1]
 
 
+def test_indices_of_a_dtype_that_does_not_hold_the_number_of_experts() -> None:
+    given = (torch.uint8, 256), (torch.uint8, 300), (torch.int8, 128), (torch.int16, 2**15)
+    for dtype, experts in given:
+        chosen = torch.tensor([[0, 5], [100, torch.iinfo(dtype).max], [1, 0]], dtype=dtype)
+        if dtype.is_signed:
+            chosen[2, 1] = -7
+        assert torch.equal(narrow(chosen, experts), narrow(chosen.long(), experts))
+        assert narrow(chosen, experts)[:2].tolist() == chosen[:2].tolist()
+
+
 def leaves(args: list[Any], mesh: Any = None, layouts: Any = None) -> list[Any]:
     made = args if mesh is None else [place(t, mesh, w) for t, w in zip(args, layouts, strict=True)]
     return [t.detach().clone().requires_grad_(t.is_floating_point()) for t in made]

@@ -4,6 +4,7 @@ functions have one."""
 from __future__ import annotations
 
 import inspect
+import itertools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -12,12 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
+import disttensor as dt
 import ops
 from disttensor.core.layout import box_at
 from disttensor.core.placement import Partial, Placement, Replicate, Shard
 from ops import Arg
 from ops.local import LocalCall, LocalPiece
 from ops.registry import RULES
+from tests.support.oracle import line
+from tests.support.pool import on_ranks
 from tests.support.simulate import (
     SimulatedCollectives,
     World,
@@ -182,6 +186,22 @@ def test_norms_of_lists(order: Any) -> None:
     check_rule(
         torch._foreach_norm, [torch.zeros(4, dtype=torch.float64)], order, grad=order in (1, 2, 3)
     )
+
+
+@on_ranks(2)
+def test_norms_of_lists_of_complex_tensors() -> None:
+    values = [torch.complex(x, x.flip(0)) for x in tensors(shapes=[(5, 3), (1, 4)])]
+    for order, needs_grad in itertools.product((1, 2, 3.5, float("inf")), (True, False)):
+        plain = [v.clone().requires_grad_(needs_grad) for v in values]
+        split = [dt.shard_tensor(v, line(), [S0]).requires_grad_(needs_grad) for v in values]
+        want, got = torch._foreach_norm(plain, order), torch._foreach_norm(split, order)
+        torch.testing.assert_close([x.full_tensor() for x in got], list(want))
+        if needs_grad:
+            sum(want).backward()
+            sum(got).backward()
+            torch.testing.assert_close(
+                [x.grad.full_tensor() for x in split], [x.grad for x in plain]
+            )
 
 
 def test_a_norm_of_small_floats_is_not_taken_in_them() -> None:
