@@ -43,7 +43,7 @@ LINES = {
     "launching": 804,
     "meta": 132,
     "nn": 921,
-    "ops": 9_022,
+    "ops": 9_024,
     "optim": 447,
     "parallel": 859,
     "patches": 1_477,
