@@ -107,6 +107,15 @@ class DrawDetector(TorchDispatchMode):
         self.drew = True
 
 
+def default_generator(device: torch.device) -> torch.Generator:
+    """Returns the generator from which torch draws on this device."""
+    if device.type == "cuda":
+        torch.cuda.init()
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
+    return torch.default_generator
+
+
 _DYNAMIC = (
     "nonzero", "argwhere", "where", "masked_select", "unique", "bincount", "repeat_interleave",
     "one_hot", "combinations",

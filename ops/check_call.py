@@ -8,7 +8,8 @@ when a call is planned, with no data and no gradients:
   the letters of the rule say that the call is elementwise.
 - the function on tensors with one element along each dim that may be split: dtypes. Kernels for
   ``meta`` accept other dtypes than the kernels of the device, and a kernel without an element
-  accepts all dtypes.
+  accepts all dtypes. A call that draws random numbers draws them here too, because only the kernel
+  checks their range. The generators are restored.
 
 A rule's own function has the answer of the torch function that it replaces.
 """
@@ -35,6 +36,7 @@ from ops.answer import (
     Bare,
     DrawDetector,
     bare,
+    default_generator,
     is_torch,
     key_of_call,
     owners_of,
@@ -68,15 +70,32 @@ class Shared(NamedTuple):
     views: tuple[int | None, ...]
 
 
-class _Draws(Exception):
-    """Raised where a call would draw random numbers."""
+class _Draws(DrawDetector):
+    """Restores torch's generator of the device after a call that draws from it. ``drawing``: a
+    kernel that draws runs, or has raised an error."""
 
+    drawing = False
 
-class _NoDraws(DrawDetector):
-    """Raises _Draws instead of drawing from the generator of the process."""
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(alone=True)
+        self.device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        self.drawing = False
+        return out
 
     def draw(self) -> None:
-        raise _Draws
+        if not self.drew:
+            self.generator = default_generator(self.device)
+            with no_dispatch():
+                self.state = self.generator.get_state()
+        self.drew = self.drawing = True
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if self.drew:
+            self.generator.set_state(self.state)
 
 
 def check_call(
@@ -144,14 +163,17 @@ def _asked(
         warnings.simplefilter("ignore")  # the call itself warns
         with no_dispatch():
             args, kwargs = substitute((args, kwargs), made, Bare)
+            args, kwargs = substitute((args, kwargs), _other_generator, torch.Generator)
+        draws = _Draws(given[0].device if given else torch.device("cpu"))
         try:
-            with no_dispatch() if make is _empty else _NoDraws(alone=True):
+            with no_dispatch() if make is _empty else draws:
                 out = func(*args, **kwargs)
             found = _shared(out, given)
         except Exception as error:
             text = re.sub(r"torch\.Meta(\w+)Type", r"torch.\1Tensor", str(error))
             told = type(error) in _REFUSALS and text and not _NO_ANSWER.search(text)
-            of_kernel = _OF_KERNELS.search(text) is not None
+            of_number = draws.drawing and len(given) == 1  # and not of other data
+            of_kernel = of_number or _OF_KERNELS.search(text) is not None
             if told and (make is _ones or of_kernel is (make is _indices)):
                 # functions for ``meta`` assert what kernels check
                 kind = RuntimeError if type(error) is AssertionError else type(error)
@@ -170,6 +192,10 @@ def _shared(out: Any, given: list[Tensor]) -> Shared:
         tuple([t.dtype for t in results]),
         tuple([owners.get(storage_id(t.untyped_storage())) for t in results]),
     )
+
+
+def _other_generator(generator: torch.Generator) -> torch.Generator:
+    return torch.Generator(generator.device)
 
 
 def _empty(x: Bare) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 
 from disttensor.core.layout import Layout
 from disttensor.random import state
+from disttensor.random.distributions import check_truncated_normal
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from ops.answer import answer
 
@@ -52,6 +53,7 @@ def wrap_trunc_normal(original: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(tensor, DistTensor):
             return original(tensor, mean, std, a, b, generator)
         spec = tensor.spec
+        check_truncated_normal(spec.dtype, std, a, b)
         this = state.draw(spec.mesh, "invariant", generator)
         if not tensor.is_initialized:
             return tensor

@@ -64,11 +64,7 @@ def truncated_normal(
     mean: float = 0.0, std: float = 1.0, low: float = -2.0, high: float = 2.0,
 ) -> Tensor:  # fmt: skip
     """Draws normal numbers in [low, high], by the quantile of a uniform number."""
-    _need_floating("truncated_normal", dtype)
-    if not (low <= high and std > 0.0):
-        raise ValueError(
-            f"truncated_normal: low={low}, high={high}, std={std}: need low <= high, std > 0"
-        )
+    check_truncated_normal(dtype, std, low, high)
     z_low, z_high = (low - mean) / std, (high - mean) / std
     mirrored = z_low > 0.0  # Phi is fine-grained in its lower tail only
     if mirrored:
@@ -80,6 +76,15 @@ def truncated_normal(
         return z.mul_(-std if mirrored else std).add_(mean).clamp_(low, high)
 
     return _draw(source, dtype, number)
+
+
+def check_truncated_normal(dtype: torch.dtype, std: float, low: float, high: float) -> None:
+    """Raises an error if ``truncated_normal`` cannot draw such numbers."""
+    _need_floating("truncated_normal", dtype)
+    if not (low <= high and std > 0.0):
+        raise ValueError(
+            f"truncated_normal: low={low}, high={high}, std={std}: need low <= high, std > 0"
+        )
 
 
 def exponential(source: Source, dtype: torch.dtype, rate: float = 1.0) -> Tensor:

@@ -32,6 +32,7 @@ from disttensor.random import counter, distributions
 from disttensor.random.philox import Source, derive
 from disttensor.settings import Setting
 from disttensor.torch_private import current_backward, no_dispatch, no_function_mode
+from ops.answer import default_generator
 from reshard import cross_mesh
 
 Tensor = torch.Tensor
@@ -98,7 +99,7 @@ def draw(mesh: ProcessMesh, default: str, generator: torch.Generator | None = No
     found = activation_checkpoint.repeated_note(where)
     if found is None:
         invariant = (rng.current() or default) == "invariant"
-        if generator is None or generator is _generator(generator.device):
+        if generator is None or generator is default_generator(generator.device):
             found = Note(*counter.count(), invariant)
         else:
             found = Note(_number_of(generator), 0, invariant)
@@ -117,7 +118,7 @@ def generator_in(args: Any, kwargs: Any) -> torch.Generator | None:
 def generator_for_one(mesh: ProcessMesh, generator: torch.Generator) -> torch.Generator:
     """Returns a generator for one call that runs whole on each rank, in ``fork_generators``. The
     user's generator draws one number, also on ranks off the mesh."""
-    if generator is _generator(generator.device):
+    if generator is default_generator(generator.device):
         return generator
     note = draw(mesh, "fast", generator).key
     return torch.Generator(generator.device).manual_seed(derive(*note))
@@ -175,7 +176,7 @@ class Seeded:
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.seed = seed & (1 << 63) - 1
-        self.generator = _generator(device)
+        self.generator = default_generator(device)
 
     def __enter__(self) -> Seeded:
         self.state = self.generator.get_state()
@@ -186,14 +187,6 @@ class Seeded:
     def __exit__(self, *_: object) -> None:
         self.generator.set_state(self.state)
         counter._State.inside -= 1
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    if device.type == "cuda":
-        torch.cuda.init()
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return torch.cuda.default_generators[index]
-    return torch.default_generator
 
 
 def _show_seeds() -> None:

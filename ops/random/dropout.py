@@ -86,9 +86,11 @@ def dropout(linear: bool, default: bool = True) -> Callable[..., Factors]:
     return factors
 
 
-rule(*LINEAR, exact=True, doc="elementwise")(dropout(linear=True))
-rule(*AFFINE, exact=True, doc="elementwise")(dropout(linear=False))
-rule(F.alpha_dropout, exact=True, doc="elementwise")(dropout(linear=False, default=False))
+rule(*LINEAR, exact=True, floats=True, doc="elementwise")(dropout(linear=True))
+rule(*AFFINE, exact=True, floats=True, doc="elementwise")(dropout(linear=False))
+rule(F.alpha_dropout, exact=True, floats=True, doc="elementwise")(
+    dropout(linear=False, default=False)
+)
 
 
 def with_mask(call: LocalCall) -> Callable[..., Any]:
@@ -105,7 +107,7 @@ def with_mask(call: LocalCall) -> Callable[..., Any]:
     return drawing(call, "fast", by_position, func=fast)
 
 
-@rule(torch.native_dropout, exact=True)
+@rule(torch.native_dropout, exact=True, floats=True)
 def native_dropout(input: Arg, p: float, train: Any = True) -> Factors:
     """elementwise, two results"""
     local = with_mask if train or train is None else None
@@ -127,7 +129,7 @@ def multiply_negative(
     return input.mul_(slope) if call.func is torch.rrelu_ else input * slope
 
 
-@rule(F.rrelu, torch.rrelu, torch.rrelu_, exact=True)
+@rule(F.rrelu, torch.rrelu, torch.rrelu_, exact=True, floats=True)
 def rrelu(
     input: Arg, lower: float = 0.125, upper: float = 1 / 3, training: bool = False,
     inplace: bool = False, generator: Any = None,

@@ -122,7 +122,7 @@ def filled(call: LocalCall) -> Callable[..., Any]:
     return lambda input, *args, **kwargs: run(input, *args, **kwargs).fill_(neutral)
 
 
-@rule(*FILLS, *WHOLE, exact=True, integers=False)
+@rule(*FILLS, *WHOLE, exact=True, floats=True)  # torch checks their values
 def fill(input: Arg, *args: Any, **kwargs: Any) -> Factors:
     """the target is only written"""
     tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Arg)]
@@ -152,7 +152,7 @@ def likeness(
 LIKES = {torch.rand_like: "uniform", torch.randn_like: "normal", torch.randint_like: "integers"}
 
 
-@rule(*LIKES, exact=True, integers=False)
+@rule(*LIKES, exact=True, floats=True)
 def random_like(input: Arg, *args: Any, **kwargs: Any) -> Factors:
     """lies as the input; only shape and dtype matter"""
     if any(isinstance(a, Arg) for a in (*args, *kwargs.values())):

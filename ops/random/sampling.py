@@ -60,7 +60,7 @@ def quantile(level: Tensor, rates: Tensor) -> Tensor:
 
 
 def _elementwise(local: LocalMaker, *funcs: Function) -> None:
-    @rule(*funcs, exact=True, integers=False, doc="elementwise")
+    @rule(*funcs, exact=True, floats=True, doc="elementwise")
     def factors(*args: Any, **kwargs: Any) -> Factors:
         return pointwise_factors(tensors_in(*args, *kwargs.values()), local=local)
 

@@ -20,6 +20,7 @@ from disttensor.api.create import from_fn
 from disttensor.comm import collectives
 from disttensor.comm.process_group import world
 from disttensor.core.placement import Placement
+from disttensor.random.counter import get_state
 from ops.random.sampling import quantile
 from tests.support.layouts import everywhere, grid
 from tests.support.pool import on_ranks, run_on_ranks
@@ -546,11 +547,11 @@ def test_numbers_in_a_backward_without_a_region_are_refused() -> None:
         (lambda x: dt.manual_seed(1.5), "a whole number"),
         (lambda x: F.dropout(x, 1.5), "between 0 and 1"),
         (lambda x: torch.dropout(x, -0.5, True), "between 0 and 1"),
-        (lambda x: torch.multinomial(x, 7), "7 samples without replacement"),
+        (lambda x: torch.multinomial(x, 7), "samples without replacement"),
         (lambda x: torch.multinomial(x * 0, 1), "sum of probabilities <= 0"),
         (lambda x: torch.multinomial(-x, 1), "element < 0"),
         (lambda x: torch.normal(x, -1.0), "std >= 0"),
-        (lambda x: x.uniform_(2, 1), "need low <= high"),
+        (lambda x: x.uniform_(2, 1), "expects to return"),
         (lambda x: dt.rand(3, mesh=x.process_mesh, pin_memory=True),
             "unknown argument 'pin_memory'"),
     ],
@@ -564,6 +565,38 @@ def raises(call: Callable[..., Any], error: str) -> None:
     with pytest.raises((ValueError, TypeError, RuntimeError), match=error):
         call(x)
     assert torch.equal(everything(x), torch.ones(5, 6))
+
+
+REFUSED: list[Callable[..., Any]] = [
+    lambda x: x.uniform_(2.0, 1.0), lambda x: x.normal_(0.0, -1.0), lambda x: x.bernoulli_(2.0),
+    lambda x: x.exponential_(-1.0), lambda x: x.cauchy_(0.0, -1.0), lambda x: x.random_(5, 5),
+    lambda x: x.half().random_(0, 100000), lambda x: x.to(torch.uint8).random_(0, 300),
+    lambda x: x.to(torch.int8).random_(-1000, 3), lambda x: x.bool().random_(5),
+    lambda x: torch.randint_like(x, 300, dtype=torch.uint8), lambda x: torch.randint_like(x, 5, 2),
+    lambda x: torch.rand_like(x, dtype=torch.int64), lambda x: torch.bernoulli(x, 2.0),
+    lambda x: dt.randint(0, 300, (8,), mesh=x.process_mesh, dtype=torch.uint8),
+    lambda x: F.dropout(x, 2.0), lambda x: F.rrelu(x, 0.5, 0.1, True),
+    lambda x: x.uniform_(2.0, 1.0, generator=torch.Generator()),
+    lambda x: nn.init.trunc_normal_(x, a=3, b=1), lambda x: nn.init.trunc_normal_(x, std=0.0),
+]  # fmt: skip
+
+
+@on_ranks(2)
+def test_all_ranks_raise_the_errors_of_torch_and_count_no_call() -> None:
+    for mesh in (dt.init_mesh((2,), ("x",)), dt.ProcessMesh([0], dim_names=["x"])):
+        x = dt.zeros(5, mesh=mesh).uniform_(0.0, 1.0)
+        x.to(torch.uint8).random_(0, 3)  # calls of the same kind with a plan
+        before, default = get_state(), torch.default_generator.get_state()
+        for i, call in enumerate(REFUSED):
+            with pytest.raises((ValueError, TypeError, RuntimeError)):
+                call(x)
+                pytest.fail(f"no error: {i}")
+        x.normal_(generator=(own := torch.Generator().manual_seed(3)))
+        once = torch.Generator().manual_seed(3)
+        torch.empty((), dtype=torch.int64).random_(generator=once)
+        assert torch.equal(own.get_state(), once.get_state())
+        assert get_state() == before
+        assert torch.equal(torch.default_generator.get_state(), default)
 
 
 def test_a_policy_holds_for_its_own_thread():
