@@ -31,7 +31,8 @@ def run_bounded(
     sent = rows.new_zeros(size + 1, rows.shape[-1]).index_add(0, slots, rows)[:-1]
     out = _apply(experts, sent.unflatten(0, (num_experts, capacity)), parameters, tokens)
     back = F.embedding(slots.clamp(max=size - 1), out.flatten(0, 1))
-    back = back.masked_fill(~kept.unsqueeze(-1), 0.0) * weights.flatten().unsqueeze(-1)
+    scale = weights.flatten().masked_fill(~kept, 0.0).unsqueeze(-1)
+    back = back.masked_fill(~kept.unsqueeze(-1), 0.0) * scale
     summed = back.unflatten(0, indices.shape).sum(-2).to(tokens.dtype)
     if isinstance(tokens, DistTensor):
         summed = summed.redistribute(tokens.device_mesh, tokens.placements)

@@ -13,6 +13,7 @@ from disttensor.checks import check_type
 from disttensor.comm import objects
 from disttensor.core.layout import Layout, box_at
 from disttensor.core.mesh import ProcessMesh
+from disttensor.core.placement import Replicate
 from disttensor.core.spec import DistSpec
 from disttensor.experts.dispatch_tokens import DispatchedTokens
 from disttensor.experts.expert_modules import ExpertsForward
@@ -105,14 +106,17 @@ def _counted(sent: DispatchedTokens | None) -> tuple[tuple[int, ...], tuple[int,
     if sent is None or sent.tokens is not None:
         return None
     experts, indices = sent.num_experts, sent.indices
+    if isinstance(indices, DistTensor):
+        whole = [Replicate() if p.is_partial() else p for p in indices.placements]
+        indices = indices.redistribute(placements=whole)
     local: Any = indices.local if isinstance(indices, DistTensor) else indices
     local = local.flatten().long()
     counts = torch.bincount(local[(local >= 0) & (local < experts)], minlength=experts)
     if isinstance(indices, DistTensor):
         spec = indices.spec
         pending = tuple((a, "sum") for a in sorted(spec.layout.varies()))
-        whole = DistSpec(spec.mesh, Layout(((),), pending), (experts,), torch.int64)
-        counts = wrap(counts, whole).full_tensor()
+        counted = DistSpec(spec.mesh, Layout(((),), pending), (experts,), torch.int64)
+        counts = wrap(counts, counted).full_tensor()
     each: list[int] = counts.tolist()
     parts = [sum(each[start:stop]) for start, stop in _ranges(sent.owner, experts)]
     return tuple(each), tuple(parts)

@@ -47,7 +47,9 @@ def test_an_expert_gets_its_first_tokens(choice: str) -> None:
 def test_an_index_outside_selects_no_expert() -> None:
     x, indices = torch.ones(3, 2), torch.tensor([[0, -1], [7, 1], [0, 0]], dtype=torch.uint8)
     sent = dt.experts.dispatch_tokens(x, indices, 2, capacity=2).apply(lambda rows, counts: rows)
-    assert dt.experts.combine_tokens(sent, torch.ones(3, 2))[:, 0].tolist() == [1.0, 1.0, 1.0]
+    nan, inf = float("nan"), float("inf")  # of choices that select no expert, or are dropped
+    weights = torch.tensor([[1.0, nan], [inf, 1.0], [1.0, nan]])
+    assert dt.experts.combine_tokens(sent, weights)[:, 0].tolist() == [1.0, 1.0, 1.0]
 
 
 def in_layouts(ranks: int) -> None:

@@ -309,6 +309,15 @@ def test_load_is_that_of_all_ranks_and_known_on_all():
     assert load.busiest == max(load.parts) / 9 and want.busiest == 1.0
 
 
+@on_ranks(2)
+def test_load_counts_pending_indices_as_they_are_reduced() -> None:
+    module = torch.nn.Module()
+    indices = place(torch.tensor([[0], [2], [2], [1], [2]]), line(), [dt.Partial()])
+    module.sent = dt.experts.dispatch_tokens(torch.ones(5, 1), indices, 3)
+    dt.experts.combine_tokens(module.sent.apply(lambda rows, counts: rows), torch.ones(5, 1))
+    assert dt.experts.expert_load(module)[0].experts == (1, 1, 3)
+
+
 def test_an_even_spread() -> None:
     with fake_mode():
         found = spread(torch.empty(2, 2, 2, dtype=torch.int8), [2, 1], 0, [(0, 1), (1, 2)])
