@@ -163,7 +163,8 @@ def _asked(
         warnings.simplefilter("ignore")  # the call itself warns
         with no_dispatch():
             args, kwargs = substitute((args, kwargs), made, Bare)
-            args, kwargs = substitute((args, kwargs), _other_generator, torch.Generator)
+            args = [_other_generator(x) for x in args]
+            kwargs = {name: _other_generator(x) for name, x in kwargs.items()}
         draws = _Draws(given[0].device if given else torch.device("cpu"))
         try:
             with no_dispatch() if make is _empty else draws:
@@ -194,8 +195,10 @@ def _shared(out: Any, given: list[Tensor]) -> Shared:
     )
 
 
-def _other_generator(generator: torch.Generator) -> torch.Generator:
-    return torch.Generator(generator.device)
+def _other_generator(x: Any) -> Any:
+    """Returns another generator in place of one, so that the user's does not move."""
+    # not isinstance, which torch answers in Python, so that Dynamo compiles it
+    return torch.Generator(x.device) if type(x) is torch.Generator else x
 
 
 def _empty(x: Bare) -> Tensor:

@@ -71,6 +71,8 @@ def together(call: Any, values: Sequence[Tensor], op: str, groups: Groups) -> li
 @rule(torch._foreach_norm, exact=True, floats=True)
 def foreach_norm(input: Sequence[Arg], ord: float = 2, dtype: Any = None) -> Factors:
     """each tensor to its norm"""
+    if any(not (x.dtype.is_floating_point or x.dtype.is_complex) for x in input):
+        raise NoRule("norms of integers")
     if ord in (math.inf, -math.inf):
         refuse_nothing(input)
         return each_to_number(input, extreme_sizes)

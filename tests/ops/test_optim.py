@@ -204,6 +204,15 @@ def test_norms_of_lists_of_complex_tensors() -> None:
             )
 
 
+@pytest.mark.filterwarnings("ignore:.*no sharding rule")
+@on_ranks(2)
+def test_norms_of_integers_are_refused_as_torch_refuses_them() -> None:
+    x = dt.shard_tensor(torch.arange(5), line(), [S0])
+    for order in (2, float("inf")):
+        with pytest.raises(RuntimeError, match="Expected a floating point or complex tensor"):
+            torch._foreach_norm([x], order)
+
+
 def test_a_norm_of_small_floats_is_not_taken_in_them() -> None:
     big = [
         torch.full((64,), 200.0, dtype=torch.float16),
