@@ -213,8 +213,8 @@ TABLE = {
         dt.pretrained.save(lin(),3) dt.pretrained.load(lin(),3)""",
     "no argument is a DistTensor": """
         dt.debugging.explain(torch.relu,t) dt.local_map(torch.sin,out_placements=(S0,R))(t)""",
-    "(in|out|in_grad)_placements=.*placements, or a list|out_placements is required": """
-        dt.local_map(torch.sin) dt.local_map(torch.sin,out_placements=3)
+    "(in|out|in_grad)_placements=.*placements, or a list": """
+        dt.local_map(torch.sin,out_placements=3)
         dt.local_map(torch.sin,in_placements=3,out_placements=(S0,R))
         dt.local_map(torch.sin,out_placements=(S0,R),in_grad_placements=3)""",
     "(tokens|indices|weights)=.*a tensor|(num_experts|capacity)=.*from 1 up|dispatched=": """
@@ -575,7 +575,6 @@ WORDS = {
 # Parameters that take everything: they are passed on, or are a value that may be plain.
 FREE = {
     "compile: options",  # of torch.compile
-    "local_map: positional",  # deprecated
     "set_all_reduce_hook: stream",
     "broadcast_value: x", "explain: args", "explain: kwargs", "from_fn: args", "save: state",
     "load: state",
