@@ -37,7 +37,7 @@ LINES = {
     "data": 760,
     "dispatch": 2_589,
     "experts": 656,
-    "fsdp": 3_791,
+    "fsdp": 3_795,
     "graphs": 1_427,
     "integrations": 1_041,
     "launching": 804,

@@ -41,7 +41,6 @@ def test_a_deprecation_names_the_release_that_ends_it() -> None:
     files = [*(ROOT / "disttensor").rglob("*.py"), *(ROOT / "ops").rglob("*.py")]
     texts = {file: file.read_text() for file in files}
     warning = {file: text for file, text in texts.items() if "DeprecationWarning," in text}
-    assert len(warning) >= 4
     for file, text in warning.items():
         ends = re.findall(r"(?:removed|refused) in (\d+\.\d+)", text)
         assert ends, f"{file}: the warning does not say which release ends it"

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from disttensor.checks import has_own_operators
 from disttensor.comm.compare_values import compare_values
 from disttensor.comm.groups import Group
 from disttensor.errors import MismatchError
-from disttensor.pytree import collect, find_tensors
+from disttensor.pytree import collect, find_tensors, has_attributes
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.torch_private import has_data, storage_id
 
@@ -27,6 +28,9 @@ Tensor = torch.Tensor
 def compare_arguments(who: str, arguments: Any, group: Group) -> RefuseOwn | None:
     """Returns the mode for a forward with these arguments if the ranks have other values of some
     regular tensors in them, else None. All ranks of the group make the call."""
+    kinds = [x for x in tree_leaves(arguments) if not isinstance(x, DistTensor)]
+    if not any(isinstance(x, Tensor) or has_attributes(x) for x in kinds):
+        return None  # by the classes of the arguments, which are those of the call
     plain = find_tensors(arguments)
     known = {id(x) for x in plain}
     # those in attributes come last: ranks may have another number of them
