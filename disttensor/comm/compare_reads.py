@@ -2,9 +2,9 @@
 
 A rank that reads a value alone (``if rank == 0: print(loss.item())``) sends a message that the
 others do not send. It may meet a message of their next read, of the same kind and size, and both
-would go on with wrong numbers. So the ranks exchange eight bytes: a hash of the spec of the tensor,
-of the line, and of how many errors calls have raised, which a rank may have caught alone (then the
-others were in another call than this rank, and messages of two calls may have met).
+would go on with wrong numbers. So the ranks exchange eight bytes: a hash of the spec of the tensor
+and of the line, plus the number of errors that calls have raised on this rank. If a rank has caught
+an error alone, messages of two calls may have met before the read.
 """
 
 from __future__ import annotations
