@@ -76,6 +76,12 @@ def check_positive(who: str, value: Any, expected: str) -> None:
         raise argument_error(who, value, expected, ValueError)
 
 
+def check_dropout(p: float) -> None:
+    """Raises torch's error for what is no probability of dropout."""
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+
+
 def check_duration(who: str, value: Any) -> None:
     """Raises an error unless the value is a finite number >= 0."""
     expected = "a number of seconds from 0 up"

@@ -13,14 +13,14 @@ from collections.abc import Sequence
 
 import torch
 
-from disttensor.comm import wire
 from disttensor.comm.groups import Group
-from disttensor.comm.objects import gather_results
+from disttensor.comm.objects import digest, gather_results
 from disttensor.comm.process_group import is_fake
 from disttensor.errors import user_line
 from disttensor.torch_private import has_data, without_function_modes, without_modes
 
 Tensor = torch.Tensor
+_MOST = 64  # elements of a tensor that are compared
 _TOLERANCE = 1e-2  # of the spread: ranks may compute one value with other roundings
 
 
@@ -40,24 +40,13 @@ def are_alike(one: Sequence[Sample], other: Sequence[Sample]) -> bool:
     return all(a == b or _are_close(a, b, _roundings(kind)) for (kind, a), (_, b) in pairs)
 
 
-def checksum(x: Tensor) -> Sample:
-    """Returns shape and dtype, and a sum over the bits of x."""
-    kind, data = _described(x)
-    if data is None:
-        return kind, []
-    parts = wire.as_bytes(data.contiguous()).view(-1)
-    whole = len(parts) // 8 * 8
-    sums = parts[:whole].view(torch.int64).sum(), parts[whole:].sum(dtype=torch.int64)
-    return kind, [int(n) for n in sums]
-
-
 def compare_values(who: str, values: Sequence[Tensor], group: Group) -> list[str]:
     """Returns an error for each of ``values``, regular tensors that count as global values: "" if
     the members have the same, else how they differ by shape, by dtype, or clearly by elements.
     Sends one message, which observers do not see."""
     if is_fake():
         return [""] * len(values)
-    mine = [sample(x, 64) for x in values]
+    mine = [_sample(x) for x in values]
     with without_function_modes(), without_modes():
         everyone = gather_results(who, group, lambda: mine, seen=False)
     first, texts = everyone[0], [""] * len(values)
@@ -71,26 +60,32 @@ def compare_values(who: str, values: Sequence[Tensor], group: Group) -> list[str
     return texts
 
 
-def sample(x: Tensor, most: int) -> Sample:
-    """Returns shape and dtype, and at most ``most`` elements from the first to the last."""
-    kind, data = _described(x)
-    if data is None:
-        return kind, []
+def _sample(x: Tensor) -> Sample:
+    """Returns shape and dtype, and elements from the first to the last."""
+    if not _is_readable(x):
+        return _kind(x), []
     with without_function_modes():  # modes, as one that records a forward, see no read
-        flat = torch.view_as_real(data) if data.is_complex() else data
+        flat = x.detach()
+        flat = torch.view_as_real(flat.resolve_conj()) if x.is_complex() else flat
         flat, last = flat.reshape(-1), flat.numel() - 1
-        places = torch.linspace(0, last, min(last + 1, most), dtype=torch.float64, device="cpu")
-        return kind, flat[places.long().to(flat.device)].double().tolist()
+        places = torch.linspace(0, last, min(last + 1, _MOST), dtype=torch.float64, device="cpu")
+        return _kind(x), flat[places.long().to(flat.device)].double().tolist()
 
 
-def _described(x: Tensor) -> tuple[str, Tensor | None]:
-    """Returns shape and dtype, and the values; None: it has none that can be read."""
-    kind = f"{list(x.shape)} {x.dtype}"
-    odd = x.layout is not torch.strided or x.is_nested or x.is_quantized
-    if odd or not x.numel() or x.is_meta or not has_data(x):
-        return kind, None
+def digest_of(x: Tensor) -> tuple[str, str]:
+    """Returns shape and dtype, and a digest of the values."""
     with without_function_modes():
-        return kind, x.detach().resolve_conj().resolve_neg()
+        return _kind(x), digest(x) if _is_readable(x) else ""
+
+
+def _kind(x: Tensor) -> str:
+    return f"{list(x.shape)} {x.dtype}"
+
+
+def _is_readable(x: Tensor) -> bool:
+    """Returns True for a dense tensor with values: no tracer's, sparse, nested or quantized one."""
+    odd = x.layout is not torch.strided or x.is_nested or x.is_quantized
+    return not odd and bool(x.numel()) and not x.is_meta and has_data(x)
 
 
 def _are_close(one: Sequence[float], other: Sequence[float], roundings: float) -> bool:

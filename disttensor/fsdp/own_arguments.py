@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from disttensor.checks import has_own_operators
 from disttensor.comm.compare_values import compare_values
 from disttensor.comm.groups import Group
 from disttensor.errors import MismatchError
-from disttensor.pytree import collect, find_tensors, has_attributes
+from disttensor.pytree import collect, find_tensors, has_attributes, map_paths
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.torch_private import has_data, storage_id
 
@@ -28,14 +27,13 @@ Tensor = torch.Tensor
 def compare_arguments(who: str, arguments: Any, group: Group) -> RefuseOwn | None:
     """Returns the mode for a forward with these arguments if the ranks have other values of some
     regular tensors in them, else None. All ranks of the group make the call."""
-    kinds = [x for x in tree_leaves(arguments) if not isinstance(x, DistTensor)]
-    if not any(isinstance(x, Tensor) or has_attributes(x) for x in kinds):
-        return None  # by the classes of the arguments, which are those of the call
-    plain = find_tensors(arguments)
-    known = {id(x) for x in plain}
-    # those in attributes come last: ranks may have another number of them
-    inside = [x for x in find_tensors(arguments, attributes=True) if id(x) not in known]
-    given = [x for x in [*plain, *inside] if not isinstance(x, DistTensor)]
+    parts: list[Any] = []
+    map_paths(arguments, lambda x, _: parts.append(x))
+    others = [x for x in parts if not isinstance(x, DistTensor)]
+    if not any(isinstance(x, Tensor) or has_attributes(x) for x in others):
+        return None  # the arguments have the same classes on all ranks
+    found = find_tensors(arguments, attributes=True)
+    given = [x for x in found if not isinstance(x, DistTensor)]
     if not all(has_data(x) or has_own_operators(x) for x in given):
         return None  # a tracer or a transform runs
     texts = compare_values(who, given, group)

@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge
 
 from disttensor.autograd import token
 from disttensor.autograd.split_backward import SplitBackward
-from disttensor.tensor.leaf_hooks import hooks_of
+from disttensor.tensor.leaf_hooks import hooks_on_leaf
 from disttensor.torch_private import AccumulateGrad, run_backward
 
 Tensor = torch.Tensor
@@ -91,7 +91,7 @@ def divide(visits: Sequence[VisitGraph], roots: Sequence[Sequence[GradientEdge]]
         while queue:
             reader, i, node = queue.pop()
             is_leaf = type(node) is AccumulateGrad
-            hooks = hooks_of(node.variable) if is_leaf else None
+            hooks = hooks_on_leaf(node.variable) if is_leaf else None
             key = node if hooks is None else hooks
             is_new = key not in homes
             home = homes.setdefault(key, number)

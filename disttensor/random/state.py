@@ -24,6 +24,7 @@ import torch
 
 from disttensor import observe
 from disttensor.autograd import activation_checkpoint
+from disttensor.checks import check_dropout
 from disttensor.comm import compare_programs
 from disttensor.core.layout import Axes
 from disttensor.core.mesh import ProcessMesh
@@ -132,6 +133,7 @@ def _number_of(generator: torch.Generator) -> int:
 
 
 def _dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
+    check_dropout(p)  # as the local function does on ranks of the mesh
     return p == 0.0 or not training
 
 

@@ -183,7 +183,7 @@ def leaf_hooks(x: MeshTensor) -> LeafHooks:
     return found
 
 
-def hooks_of(leaf: Tensor) -> LeafHooks | None:
+def hooks_on_leaf(leaf: Tensor) -> LeafHooks | None:
     """Returns the hooks that users registered on the DistTensor of ``leaf``, one of its leaves."""
     hooks: LeafHooks | None = getattr(leaf, _HOOKS, None)
     return hooks if hooks is not None and (hooks.tensor_hooks or hooks.post_hooks) else None

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from disttensor.comm.agree import agree
-from disttensor.comm.compare_values import Sample, checksum
+from disttensor.comm.compare_values import digest_of
 from disttensor.comm.process_group import is_fake
 from disttensor.core.mesh import ProcessMesh
 from disttensor.errors import user_place
@@ -68,23 +68,23 @@ def compare_placed(
     rank of a mesh sends one message for the mesh, whatever it has. Raises MismatchError on all of
     them for a hook on some ranks only, which would make these ranks reduce. ``values``: also for
     other shapes or dtypes; returns the meshes whose ranks have other values."""
-    hooked: dict[ProcessMesh, tuple[list[str], list[Sample]]] = {}
+    hooked: dict[ProcessMesh, tuple[list[str], list[tuple[str, str]]]] = {}
     if (known := _COMPARED.get()) is not None:
         return [mesh for _, _, mesh in placed if known and mesh is not None]
     for name, x, mesh in placed:
         if mesh is not None and mesh.coordinate is not None and mesh.size > 1:
-            names, samples = hooked.setdefault(mesh, ([], []))
+            names, digests = hooked.setdefault(mesh, ([], []))
             if x.is_leaf:
                 kinds = zip(_KINDS, hooks_of(x), strict=True)
                 names += [f"{name}.{kind}" for kind, hooks in kinds if hooks]
             if values and not isinstance(x, MeshTensor) and not is_fake():
-                samples.append(checksum(x))
+                digests.append(digest_of(x))
     differing = []
-    for mesh, (names, samples) in hooked.items():
+    for mesh, (names, digests) in hooked.items():
         group = mesh.group(tuple(range(mesh.ndim)))
-        tensors = ", ".join(kind for kind, _ in samples)
+        tensors = ", ".join(kind for kind, _ in digests)
         facts = {"hooks": f"hooks of {names}", "tensors": f"the tensors {tensors}"}
-        first, *others = agree(who, group, samples, **facts)
+        first, *others = agree(who, group, digests, **facts)
         if any(theirs != first for theirs in others):
             differing.append(mesh)
     return differing

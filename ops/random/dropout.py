@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from disttensor.checks import check_dropout
 from disttensor.core.layout import Box
 from ops.dims import FIRST
 from ops.factors import Arg, Factors, NoRule, pointwise_factors
@@ -28,7 +29,12 @@ ALPHA = 1.7580993408473766  # minus the limit of SELU at minus infinity
 
 def alias(call: LocalCall) -> Callable[..., Any]:
     """Returns the input itself, as a tensor of its own in the graph."""
-    return lambda input, *args, **kwargs: input.view_as(input)
+
+    def run(input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False) -> Tensor:
+        check_dropout(p)
+        return input.view_as(input)
+
+    return run
 
 
 def masked(call: LocalCall) -> Callable[..., Any]:
@@ -62,8 +68,7 @@ def masked(call: LocalCall) -> Callable[..., Any]:
     draws = drawing(call, "fast", by_position, place, lambda input, p: core(input, p, True))
 
     def run(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        if not 0.0 <= p <= 1.0:
-            raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+        check_dropout(p)
         result = input if p == 0.0 else draws(input, p)
         return result.view_as(result) if result is input and not inplace else result
 
@@ -86,11 +91,9 @@ def dropout(linear: bool, default: bool = True) -> Callable[..., Factors]:
     return factors
 
 
-rule(*LINEAR, exact=True, floats=True, doc="elementwise")(dropout(linear=True))
-rule(*AFFINE, exact=True, floats=True, doc="elementwise")(dropout(linear=False))
-rule(F.alpha_dropout, exact=True, floats=True, doc="elementwise")(
-    dropout(linear=False, default=False)
-)
+rule(*LINEAR, exact=True, doc="elementwise")(dropout(linear=True))
+rule(*AFFINE, exact=True, doc="elementwise")(dropout(linear=False))
+rule(F.alpha_dropout, exact=True, doc="elementwise")(dropout(linear=False, default=False))
 
 
 def with_mask(call: LocalCall) -> Callable[..., Any]:

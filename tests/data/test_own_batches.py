@@ -94,7 +94,12 @@ def test_a_model_of_another_seed_takes_the_values_of_the_first_rank() -> None:
     one = nn.Linear(3, 2)
     with torch.no_grad():
         one.weight.fill_(1000).view(-1)[4] += rank()
-    assert dt.shard_module(one, line()).weight.to_local().unique().tolist() == [1000]
+    one.register_buffer("order", torch.arange(5).roll(rank()))
+    one.bias.data = torch.arange(3.0)[1:] + rank()  # in the middle of its memory
+    dt.shard_module(one, line())
+    assert one.weight.to_local().unique().tolist() == [1000]
+    assert one.order.tolist() == [0, 1, 2, 3, 4]
+    assert one.bias.tolist() == [1.0, 2.0]
     with pytest.raises(MismatchError, match="tensors differs between"):
         dt.shard_module(nn.Linear(4, 2 + rank()), line())
 

@@ -576,6 +576,8 @@ REFUSED: list[Callable[..., Any]] = [
     lambda x: torch.rand_like(x, dtype=torch.int64), lambda x: torch.bernoulli(x, 2.0),
     lambda x: dt.randint(0, 300, (8,), mesh=x.process_mesh, dtype=torch.uint8),
     lambda x: F.dropout(x, 2.0), lambda x: F.rrelu(x, 0.5, 0.1, True),
+    lambda x: F.dropout(x, -1.0, False), lambda x: F.alpha_dropout(x, 1.5, True),
+    lambda x: torch.alpha_dropout(x, 1.5, True), lambda x: torch.dropout(x, 1.5, False),
     lambda x: x.uniform_(2.0, 1.0, generator=torch.Generator()),
     lambda x: nn.init.trunc_normal_(x, a=3, b=1), lambda x: nn.init.trunc_normal_(x, std=0.0),
 ]  # fmt: skip
@@ -586,6 +588,9 @@ def test_all_ranks_raise_the_errors_of_torch_and_count_no_call() -> None:
     for mesh in (dt.init_mesh((2,), ("x",)), dt.ProcessMesh([0], dim_names=["x"])):
         x = dt.zeros(5, mesh=mesh).uniform_(0.0, 1.0)
         x.to(torch.uint8).random_(0, 3)  # calls of the same kind with a plan
+        for training in (True, False):
+            F.dropout(x, 0.5, training), F.alpha_dropout(x, 0.5, training)
+            F.dropout1d(dt.ones(5, 2, 3, mesh=mesh), 0.5, training)
         before, default = get_state(), torch.default_generator.get_state()
         for i, call in enumerate(REFUSED):
             with pytest.raises((ValueError, TypeError, RuntimeError)):
