@@ -43,7 +43,7 @@ export OMP_NUM_THREADS := 1
 .PHONY: gpu train test test-all seconds bench square coverage operators zoo strangers peers mutants matrix newest dist native python asan leaks lint docs clean
 
 train: .venv/.native
-	$(BIN)/python -m disttensor.run --nproc 4 examples/train_gpt.py --pp 2 --tp 2 $(ARGS)
+	$(BIN)/python -m disttensor.run --nproc 4 examples/train_gpt.py --pp 2 --tp 2 --accumulate 2 $(ARGS)
 
 test: .venv/.native
 	$(TEST) -m quick $(ARGS)

@@ -96,6 +96,7 @@ def gpt(world: int) -> dt.simulate.Report:  # type: ignore[name-defined]
     pp = min(16, world // 32)
     shards = world // pp // 8
     options = f"--pp {pp} --tp 8 --sharding 4 --layers 32 --accumulate 16 --batch {16 * shards}"
+    options += " --width 256 --heads 8 --context 256"
     return simulate_program(of_script(str(SCRIPT), options.split()), world)
 
 

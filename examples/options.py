@@ -53,10 +53,10 @@ def parse_args() -> argparse.Namespace:
     ways.add_argument("--recompute", action="store_true", help=again)
 
     model = parser.add_argument_group("model")
-    model.add_argument("--layers", type=_count, default=6, help="(6)")
-    model.add_argument("--width", type=_count, default=256, help="(256)")
-    model.add_argument("--heads", type=_count, default=8, help="(8)")
-    model.add_argument("--context", type=_count, default=256, help="bytes seen at once (256)")
+    model.add_argument("--layers", type=_count, default=3, help="(3)")
+    model.add_argument("--width", type=_count, default=128, help="(128)")
+    model.add_argument("--heads", type=_count, default=4, help="(4)")
+    model.add_argument("--context", type=_count, default=64, help="bytes seen at once (64)")
     experts = "a mixture of so many in place of each MLP, split over all ranks of a stage"
     model.add_argument("--experts", type=_count, default=0, metavar="N", help=experts)
     model.add_argument("--tie", action="store_true", help="one matrix as embedding and head")
@@ -65,14 +65,14 @@ def parse_args() -> argparse.Namespace:
     model.add_argument("--dtype", choices=dtypes, default="float32", help="(float32)")
 
     data = parser.add_argument_group("text")
-    files = "(the source of Python's standard library)"
+    files = "(Python's language reference)"
     data.add_argument("--data", nargs="+", type=_file, metavar="FILE", default=(), help=files)
     data.add_argument("--bytes", type=_count, help="so many bytes at most (all)")
 
     training = parser.add_argument_group("training")
-    training.add_argument("--steps", type=_count, default=120, help="(120)")
-    training.add_argument("--batch", type=_count, default=8, help="sequences in a global step (8)")
-    training.add_argument("--lr", type=float, default=1e-3, help="peak learning rate (0.001)")
+    training.add_argument("--steps", type=_count, default=700, help="(700)")
+    training.add_argument("--batch", type=_count, default=32, help="sequences in a step (32)")
+    training.add_argument("--lr", type=float, default=3e-3, help="peak learning rate (0.003)")
     training.add_argument("--seed", type=int, default=0, help="(0)")
 
     keep = "save there, and go on from the newest checkpoint there, under any strategy"
@@ -81,8 +81,8 @@ def parse_args() -> argparse.Namespace:
     training.add_argument("--every", type=_count, default=50, metavar="K", help=every)
 
     after = parser.add_argument_group("afterwards")
-    after.add_argument("--checks", type=int, default=8, help="batches of the validation loss (8)")
-    after.add_argument("--sample", type=int, default=200, help="bytes that the model writes (200)")
+    after.add_argument("--checks", type=int, default=32, help="batches of the validation loss (32)")
+    after.add_argument("--sample", type=int, default=300, help="bytes that the model writes (300)")
     after.add_argument("--plot", metavar="PNG", default="out/loss.png", help="(out/loss.png)")
     after.add_argument("--losses", metavar="JSON", help="write all losses there")
 

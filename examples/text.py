@@ -1,24 +1,21 @@
-"""Text that every machine has: the source of Python's standard library. Or the user's own files."""
+"""Text that every machine has: Python's language reference. Or the user's own files."""
 
 from __future__ import annotations
 
-import os
-import sysconfig
+import pydoc_data.topics
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-# Installed packages are not the same everywhere; tests and character tables are dull reading.
-_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"}
-
 
 def read_text(files: Sequence[str | Path] = (), limit: int | None = None) -> Tensor:
-    """uint8[bytes]: the files (none: the standard library) in a row, up to ``limit`` bytes."""
+    """uint8[bytes]: the files (none: the language reference) in a row, up to ``limit`` bytes."""
+    texts = (Path(file).read_bytes() for file in files) if files else [language_reference()]
     data = bytearray()
-    for file in files or standard_library():
-        data += Path(file).read_bytes()
+    for text in texts:
+        data += text
         if limit is not None and len(data) >= limit:
             break
     if not data:
@@ -26,14 +23,10 @@ def read_text(files: Sequence[str | Path] = (), limit: int | None = None) -> Ten
     return torch.frombuffer(data[:limit], dtype=torch.uint8)
 
 
-def standard_library() -> list[Path]:
-    """Python's own source files, in an order that depends on their names only."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files: list[Path] = []
-    for folder, inside, names in os.walk(root):
-        inside[:] = [name for name in inside if name not in _SKIPPED]
-        files += [Path(folder, name).relative_to(root) for name in names if name.endswith(".py")]
-    return [root / path for path in sorted(files)]
+def language_reference() -> bytes:
+    """The English text that ``help("with")`` and its like print, half a megabyte in all."""
+    topics = pydoc_data.topics.topics
+    return "\n".join(topics[name] for name in sorted(topics)).encode()
 
 
 def split(text: Tensor, context: int, share: float = 0.05) -> tuple[Tensor, Tensor]:

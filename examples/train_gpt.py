@@ -136,9 +136,11 @@ def main() -> None:
     if args.experts:
         say(f"{' experts in the last forward ':-^80}\n{dt.experts.expert_load(model)}")
     if args.sample:
-        prompt = held_out[: min(args.context, 128)].long().unsqueeze(0).to(args.device or "cpu")
+        start = bytes(held_out[: -args.context].tolist()).find(b"\n\n") + 2  # of a paragraph
+        prompt = held_out[start : start + min(args.context, 128)].long().unsqueeze(0)
+        prompt = prompt.to(args.device or "cpu")
         with dt.values_everywhere():
-            sample = bytes(generate(model, prompt, args.sample)[0].tolist())
+            sample = bytes(generate(model, prompt, args.sample, temperature=0.6)[0].tolist())
         say(f"{' a prompt ':-^80}\n{as_text(sample[: prompt.numel()])}")
         say(f"{' and what the model makes of it ':-^80}\n{as_text(sample[prompt.numel() :])}")
     if FIRST and args.losses:

@@ -25,7 +25,10 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "examples" / "train_gpt.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 LAUNCH = [sys.executable, "-m", "disttensor.run", "--nproc", "4"]
-TINY = ["--layers=2", "--width=32", "--heads=4", "--context=16", "--batch=4", "--bytes=200000"]
+TINY = [
+    "--layers=2", "--width=32", "--heads=4", "--context=16", "--batch=4", "--bytes=200000",
+    "--lr=1e-3",
+]  # fmt: skip
 
 PATIENCE = 100.0  # seconds for a job that is not stuck
 SECONDS = 20.0  # "within seconds": torchrun waits 30 s for ranks that do not end
