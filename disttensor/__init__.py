@@ -45,6 +45,7 @@ with _versions.importing():
     from disttensor.fsdp.torch_names import fully_shard, replicate
     from disttensor.parallel.strategy import Strategy
     from disttensor.pieces.visualize import visualize
+    from disttensor.hangs.watcher import watch
     from disttensor.launching.launch import launch
     from disttensor.launching.local_ranks import local_ranks
     from disttensor import (  # noqa: F401
@@ -65,5 +66,5 @@ __all__ = [
     "fully_shard", "init_mesh", "launch", "local_map", "local_ranks", "manual_seed", "ones", "rand",
     "randint", "randn", "randperm", "replay", "replicate", "reshard", "shard_data_parallel",
     "shard_loader", "shard_module", "shard_tensor", "sync_gradients", "to_dtensor",
-    "values_everywhere", "visualize", "zeros",
+    "values_everywhere", "visualize", "watch", "zeros",
 ]  # fmt: skip

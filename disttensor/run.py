@@ -30,10 +30,15 @@ USAGE = (
 )
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs a command line. Returns an exit status when all processes are gone."""
+def main(
+    arguments: list[str] | None = None,
+    prog: str = "python -m disttensor.run",
+    runner: str = script.__file__,
+) -> int:
+    """Runs a command line. Returns an exit status when all processes are gone. ``runner``: the file
+    that runs the script in each rank."""
     parser = torchrun.get_args_parser()
-    parser.prog, parser.usage = "python -m disttensor.run", USAGE
+    parser.prog, parser.usage = prog, USAGE.replace("python -m disttensor.run", prog)
     parser.description = "Run a script on N processes of this machine. Other options: of torchrun."
     parser.add_argument(
         "--nproc", dest="nproc_per_node", default=argparse.SUPPRESS, metavar="N",
@@ -51,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
         if not args.module and not Path(args.training_script).is_file():
             parser.error(f"there is no file {args.training_script}")
         args.training_script_args = ["-m", *command] if args.module else command
-        args.training_script, args.module = script.__file__, False
+        args.training_script, args.module = runner, False
     if args.nnodes in ("1", "1:1") and not args.rdzv_endpoint and args.master_port is None:
         args.standalone = True
     args.signals_to_handle = ""  # ours are handled below

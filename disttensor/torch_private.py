@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
+import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -616,6 +617,25 @@ need("to see new process groups", *creates)
 def process_groups() -> list[Any]:
     """Returns all process groups of this process."""
     return list(c10d._world.pg_map)
+
+
+_dumps: tuple[Any, ...] = tuple(
+    getattr(torch._C._distributed_c10d, name)
+    for name in ("_dump_fr_trace", "_dump_nccl_trace")
+    if dist.is_available() and hasattr(torch._C._distributed_c10d, name)
+)
+
+
+def flight_record() -> list[dict[str, Any]]:
+    """Returns the collectives that torch's flight recorders hold; none where they are switched off
+    (``TORCH_FR_BUFFER_SIZE`` when the first process group starts)."""
+    return [entry for dump in _dumps for entry in pickle.loads(dump()).get("entries", ())]
+
+
+def members_of() -> dict[str, list[int]]:
+    """Returns {name of a process group: its ranks in the world}."""
+    ranks, names = c10d._world.pg_group_ranks, c10d._world.pg_names
+    return {names[group]: [*ranks[group]] for group in list(names) if group in ranks}
 
 
 def start_fake_world(rank: int, size: int) -> None:

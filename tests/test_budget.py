@@ -20,6 +20,7 @@ from tests.test_imports import FILES
 #   checkpoint   containers are filled in place, names in files are checked, models replaced at once
 #   data         the position of a loader is one value with a digest; replicas are compared
 #   fsdp         calls for modules in one another; the methods of torch's FSDPModule
+#   hangs        why ranks wait for each other is printed, for any program of torch.distributed
 #   ops          torch is asked for results, aliasing and errors (in part from meta); exact sums
 #                over split dims and at special points; promotion of pending values
 #   pipeline     one random state for each micro-batch; tensors written after they were sent; nodes
@@ -32,15 +33,16 @@ LINES = {
     "api": 1_067,
     "autograd": 1_406,
     "checkpoint": 1_784,
-    "comm": 3_987,
+    "comm": 4_022,
     "core": 1_251,
     "data": 760,
     "dispatch": 2_589,
     "experts": 656,
     "fsdp": 3_793,
     "graphs": 1_427,
+    "hangs": 535,
     "integrations": 1_041,
-    "launching": 804,
+    "launching": 810,
     "meta": 132,
     "nn": 923,
     "ops": 9_069,
@@ -51,7 +53,7 @@ LINES = {
     "pipeline": 3_437,
     "random": 974,
     "reshard": 1_557,
-    "root": 2_419,
+    "root": 2_468,
     "simulate": 5_046,
     "tensor": 3_678,
     "trace": 2_914,

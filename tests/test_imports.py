@@ -57,7 +57,9 @@ LAYERS = (
     "pretrained",
     "integrations",
     "launching",
+    "hangs",
     "run",
+    "watch",
     "doctor",
 )
 

@@ -31,7 +31,7 @@ NAMES = [
     "fully_shard", "init_mesh", "launch", "local_map", "local_ranks", "manual_seed", "ones", "rand",
     "randint", "randn", "randperm", "replay", "replicate", "reshard", "shard_data_parallel",
     "shard_loader", "shard_module", "shard_tensor", "sync_gradients", "to_dtensor",
-    "values_everywhere", "visualize", "zeros",
+    "values_everywhere", "visualize", "watch", "zeros",
 ]  # fmt: skip
 MODULES = {
     "disttensor.attention": ["Balanced", "policy"],
@@ -95,10 +95,14 @@ def test_a_public_module_is_what_it_says(module):
 
 
 def test_no_name_of_the_door_is_a_module_of_the_package():
-    """The import of a module would replace the object that has its name."""
+    """The import of a module would replace the object that has its name. ``disttensor.watch`` is a
+    command, which cannot be imported."""
     folder = Path(dt.__file__).parent
     taken = [n for n in NAMES if (folder / n).exists() or (folder / f"{n}.py").exists()]
-    assert not taken
+    assert taken == ["watch"]
+    with pytest.raises(ImportError, match=r"python -m disttensor\.watch"):
+        importlib.import_module("disttensor.watch")
+    assert callable(dt.watch)
 
 
 def test_names_of_0_1_are_gone():

@@ -148,7 +148,7 @@ for number in range(6):
     assert not y.is_initialized or y.sum().item() == 28 + 8 * number
     assert failure_watch.watcher_of(current_runtime()).failed_rank() is None
     failure_watch.watcher_of(current_runtime()).store.set(f"met/{rank}", "")
-    assert len(failure_watch.watcher_of(current_runtime()).reports("met", range(2), 10)) == 2
+    assert len(failure_watch.watcher_of(current_runtime()).gather("met", range(2), 10)) == 2
     dist.destroy_process_group()
     if rank == 0 and number == 2:  # one rank alone counts no world of the others
         with fake_world(4):

@@ -235,7 +235,7 @@ def _explain(watcher: failure_watch.Watcher, where: str) -> bool:
         calls = next((c for mesh, c in step.calls.items() if repr(mesh) == name), [])
         mine = [step.place, [(c.words(), c.where) for c in calls]]
         watcher.store.set(f"calls/{watcher.rank}", json.dumps(mine))
-        posted = watcher.reports("calls", ranks, _PATIENCE)
+        posted = watcher.gather("calls", ranks, _PATIENCE)
         every = {rank: json.loads(text) for rank, text in posted.items()}
         steps.error = difference(name, number, every)
     return True

@@ -86,7 +86,7 @@ def _raise(words: str, group: Group) -> None:
     watcher = failure_watch.watcher_of(current_runtime())
     if watcher is not None:
         watcher.store.set(f"read/{rank}", words)
-        reads = watcher.reports("read", sorted(group.ranks), _PATIENCE)
+        reads = watcher.gather("read", sorted(group.ranks), _PATIENCE)
     every = {**dict.fromkeys(sorted(group.ranks), "something else"), rank: words, **reads}
     text = (
         f"ranks read different values: {', '.join(f'rank {r}: {t}' for r, t in every.items())}. "

@@ -17,53 +17,42 @@ import atexit
 import contextlib
 import os
 import queue
-import select
-import socket
 import sys
 import threading
 import time
 import traceback
-import weakref
-from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
-from pathlib import Path
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
-
-import torch.distributed as dist
 
 from disttensor import callbacks
 from disttensor.comm.process_group import (
     LOST,
     is_fake,
     keeps_store,
-    open_store,
     read_key,
     wait_until,
     world,
     world_name,
 )
+from disttensor.comm.reports import PATIENCE, Reports, address_of
 from disttensor.errors import CommError, user_line
 from disttensor.runtime import Runtime, current_runtime, last_runtime
 from disttensor.torch_private import default_group, default_store
 
 PERIOD = 1.0  # seconds
-_PATIENCE = 4.0  # seconds for a failing rank to post its error, and for others to answer
 _SHOWN = 16  # ranks whose source line an error shows
 _before: Any = None  # the previous hook, which ours calls last
 
 
-class Watcher:
-    """The watcher of one world. ``store``: usable from any thread that does not block in it."""
+class Watcher(Reports):
+    """The watcher of one world."""
 
     def __init__(self, now: Runtime) -> None:
-        self.rank, self.size = world()
+        self.kept = default_store()
+        super().__init__(*address_of(self.kept), f"disttensor/{world_name()}", *world())
         self.world, self.program = id(now.default), threading.get_ident()
-        self.keeps_store, self.kept = keeps_store(), default_store()
-        self.store_lasts = now.store_lasts
-        self.store, line = _open_connection(self.kept)
-        self.line = line.detach()  # a file descriptor
-        weakref.finalize(self, os.close, self.line).atexit = False
+        self.keeps_store, self.store_lasts = keeps_store(), now.store_lasts
         self.jobs: queue.SimpleQueue[tuple[Callable[[Any], None], threading.Event]] = (
             queue.SimpleQueue()
         )
@@ -72,7 +61,6 @@ class Watcher:
         self.failed = ""  # the first error, as text
         self.stopped = threading.Event()
         self.thread = threading.Thread(target=self._run, name="watcher", daemon=True)
-        self.store.set(f"process/{self.rank}", f"{_machine()} {os.getpid()}")
         self.thread.start()
 
     def submit(self, job: Callable[[Any], None]) -> threading.Event:
@@ -100,10 +88,6 @@ class Watcher:
         self.stop()
         self.kept = None
 
-    def is_closed(self) -> bool:
-        """Returns True if the store has ended. After that, C++ would print each operation."""
-        return bool(select.select([self.line], [], [], 0)[0])
-
     def _run(self) -> None:
         due = 0.0
         try:
@@ -112,7 +96,7 @@ class Watcher:
                     self.lost = True
                     break
                 if time.monotonic() >= due:
-                    self.store.add(f"beat/{self.rank}", 1)
+                    self.beat()
                     self._read_reports()
                     for fn in callbacks.on_heartbeat:
                         fn(self)
@@ -138,32 +122,6 @@ class Watcher:
             if report is not None and fn(self, report):
                 self.received.add(key)
 
-    def failed_rank(self, ranks: Sequence[int] = ()) -> int | None:
-        """Returns a rank (of ``ranks``) that has left the world or whose process has ended, or
-        None. Processes on this machine are looked up; on others a rank has ended if it has no
-        heartbeat for some time."""
-        elsewhere = {}
-        for r in ranks or range(self.size):
-            if self.store.check([f"left/{r}"]):
-                return r
-            machine, _, pid = (read_key(self.store, f"process/{r}") or "").rpartition(" ")
-            if machine and machine != _machine():
-                elsewhere[r] = self.store.add(f"beat/{r}", 0)
-            elif machine and not _is_running(int(pid)):
-                return r
-        if elsewhere:
-            time.sleep(_PATIENCE)
-        still = (r for r, beats in elsewhere.items() if self.store.add(f"beat/{r}", 0) == beats)
-        return next(still, None)
-
-    def reports(self, name: str, ranks: Iterable[int], seconds: float) -> dict[int, str]:
-        """Returns the texts that these ranks have posted under ``name``. Waits at most ``seconds``
-        for all, then leaves out the missing ones."""
-        keys = {rank: f"{name}/{rank}" for rank in ranks}
-        wait_until(lambda: self.store.check([*keys.values()]), seconds)
-        texts = {rank: read_key(self.store, key) for rank, key in keys.items()}
-        return {rank: text for rank, text in texts.items() if text is not None}
-
 
 def watcher_of(now: Runtime) -> Watcher | None:
     """Returns the watcher of this world, started if needed; None without other ranks or a store."""
@@ -182,31 +140,6 @@ def _store_answers() -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _open_connection(store: Any) -> tuple[Any, socket.socket]:
-    """Returns a connection to the store of a world, and a socket that closes with the store."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    own = open_store(store.host, store.port, keeps=False, limit=timedelta(seconds=10))
-    line = socket.create_connection((store.host, store.port), 10.0)
-    return dist.PrefixStore(f"disttensor/{world_name()}", own), line
-
-
-def _machine() -> str:
-    """Returns a name that is equal for processes which can look up each other's process ids."""
-    try:
-        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return f"{socket.gethostname()} {os.getpid()}"  # a name for this process only
-
-
-def _is_running(pid: int) -> bool:
-    """Returns True if the process exists and has not ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 # The first failure --------------------------------------------------------------------------------
@@ -283,7 +216,7 @@ def first_failure() -> str:
 
 def _find_failure(watcher: Watcher) -> bool:
     """Waits some seconds for the error of a rank, or its end. Returns False if all ranks live."""
-    end = time.monotonic() + _PATIENCE
+    end = time.monotonic() + PATIENCE
     while not watcher.store.check(["failed"]):
         if time.monotonic() > end:
             return False
@@ -312,7 +245,7 @@ def _places(watcher: Watcher) -> str:
     unseen = post_unseen(watcher)
     seen = [r for r in range(watcher.size) if r not in unseen]
     watcher.store.set("asked", "")
-    places = watcher.reports("place", seen[:_SHOWN], _PATIENCE)
+    places = watcher.gather("place", seen[:_SHOWN], PATIENCE)
     lines = "".join(f"\n  rank {rank}: {place}" for rank, place in places.items())
     if unseen:
         return f" {watcher.failed}. Where the others are:{lines}\n "
@@ -360,6 +293,6 @@ def leave() -> None:
                     post(f"rank {watcher.rank} has ended its program before the others")
             if watcher.failed:
                 if watcher.keeps_store:  # the store, and the error in it, end with this rank
-                    watcher.reports("received", range(watcher.size), _PATIENCE)
+                    watcher.gather("received", range(watcher.size), PATIENCE)
                 return
         watcher.stop()

@@ -30,6 +30,11 @@ _LIBRARY = re.compile(
 PATIENCE = 3.0  # seconds that a symptom waits, so that the cause is the first error
 
 
+def is_library(file: str) -> bool:
+    """Returns True for a file that is not the user's."""
+    return _LIBRARY.search(file) is not None
+
+
 def end_with_parent(parent: int) -> None:
     """Ends this process soon after its parent, whose process id is ``parent``, however the parent
     ends."""
@@ -70,7 +75,7 @@ def format_error(error: BaseException, trace: TracebackType | None) -> str:
     """Returns a traceback whose last line is the user's line, if the error was raised below it."""
     text = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
     frames = traceback.extract_tb(trace)
-    users = [f for f in frames if not _LIBRARY.search(f.filename)]
+    users = [f for f in frames if not is_library(f.filename)]
     if not users or users[-1] is frames[-1]:
         return text
     at = users[-1]
@@ -90,7 +95,8 @@ def _hook(kind: Any, error: BaseException, trace: TracebackType | None) -> None:
         leave(130)
     if kind.__name__ == "CommError":  # of disttensor, which this file does not import
         time.sleep(PATIENCE)
-    trace = users_part(trace, __file__, runpy.__file__, "<frozen runpy>")
+    main = getattr(sys.modules["__main__"], "__file__", __file__)  # this file, or one that runs it
+    trace = users_part(trace, main, __file__, runpy.__file__, "<frozen runpy>")
     if "TORCHELASTIC_ERROR_FILE" not in os.environ or os.environ.get(
         "TORCHELASTIC_MAX_RESTARTS", "0"
     ) not in ("", "0"):  # torchrun reports the last attempt only

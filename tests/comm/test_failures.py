@@ -15,6 +15,7 @@ import pytest
 
 from disttensor import runtime
 from disttensor.comm import failure_watch
+from disttensor.comm.reports import process_state
 from tests.comm.deaths import PROGRAMS
 from tests.support.part import part
 from tests.support.pool import on_ranks
@@ -163,9 +164,9 @@ def test_the_rank_that_keeps_the_store_posts_its_end_to_those_that_still_run(
 
 
 def test_a_process_that_has_ended_does_not_run():
-    assert failure_watch._is_running(os.getpid())
+    assert process_state(os.getpid())
     child = subprocess.Popen([sys.executable, "-c", ""])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it stays, as a zombie
-    assert not failure_watch._is_running(child.pid)
+    assert not process_state(child.pid)
     child.wait()
-    assert not failure_watch._is_running(child.pid)
+    assert not process_state(child.pid)

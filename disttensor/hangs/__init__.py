@@ -1,0 +1,10 @@
+"""Finds out why the ranks of a program of torch.distributed wait for each other.
+
+A thread of each rank looks at the main thread twice a second. If that waits for other ranks for
+some seconds, all ranks post where they are (``status.py``), and one rank prints which of them
+differs (``diagnosis.py``).
+"""
+
+from disttensor.hangs.watcher import watch
+
+__all__ = ["watch"]

@@ -1,0 +1,126 @@
+"""The thread that watches: it looks at this rank, answers other ranks, and prints a diagnosis."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+from disttensor.checks import check_positive
+from disttensor.comm.process_group import attempt, read_key, world
+from disttensor.comm.reports import Reports, address_of
+from disttensor.hangs.diagnosis import diagnose, situation
+from disttensor.hangs.flight import StartedCollective, start_recorder
+from disttensor.hangs.status import MainThread, Status
+from disttensor.torch_private import default_group, default_store
+
+PERIOD = 0.5  # seconds between two looks
+_ANSWERS = 1.5  # seconds for other ranks to post where they are
+
+
+def watch(seconds: float = 3.0) -> None:
+    """Prints why the ranks of this program wait for each other, whatever library they use.
+
+    Call it on every rank, before the process group starts. When a rank has waited for ``seconds``
+    in a collective or a message of ``torch.distributed``, one rank prints which rank differs and
+    where each rank is: its line, its collective with sizes, group and number, an exception that it
+    handles, a data loader that it waits for. The program goes on as before. Use ``python -m
+    disttensor.watch --nproc 4 script.py`` to watch a script without changes.
+
+    >>> dt.watch()  # doctest: +SKIP
+    """
+    check_positive("watch: seconds", seconds, "a positive number")
+    start_recorder()
+    running = [t for t in threading.enumerate() if isinstance(t, Watch)]
+    if running:
+        running[0].seconds = float(seconds)
+    else:
+        Watch(float(seconds)).start()
+
+
+class Watch(threading.Thread):
+    def __init__(self, seconds: float) -> None:
+        super().__init__(name="watch", daemon=True)
+        self.seconds = seconds
+        self.main = MainThread()
+        self.reports: Reports | None = None
+        self.world: Any = None  # the process group of ``reports``, or "agent"
+        self.answered = 0  # the last question that this rank has answered
+        self.told = ""  # the last situation that has been printed
+        self.next = 0.0  # when this rank may ask again
+        self.asked = False
+
+    def run(self) -> None:
+        while True:
+            try:
+                self._look()
+            except Exception:  # the store is gone, with the rank or the launcher that keeps it
+                self.reports = None
+            time.sleep(PERIOD)
+
+    def _look(self) -> None:
+        still = self.main.look()
+        reports = self._connect()
+        if reports is None or reports.is_closed():
+            return
+        number = reports.store.add("asked", 0)
+        if number > self.answered:
+            self._answer(reports, number)
+        if still < self.seconds:
+            if self.told and still < PERIOD:
+                self._print(f"watch: rank {reports.rank} goes on")
+                self.told, self.next = "", 0.0
+        elif time.monotonic() >= self.next and self.main.status(reports.rank).waits():
+            self._ask(reports)
+
+    def _connect(self) -> Reports | None:
+        """Returns the posts of the world, from the time when its store can be known."""
+        is_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        now = "agent" if is_agent and "RANK" in os.environ else default_group()
+        if now is None or (self.reports is not None and now is self.world):
+            return self.reports
+        if is_agent:
+            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        else:
+            address, (rank, size) = address_of(default_store()), world()
+        self.reports, self.world = Reports(*address, f"watch/{attempt()}", rank, size), now
+        return self.reports
+
+    def _answer(self, reports: Reports, number: int) -> None:
+        self.answered = number
+        text = json.dumps(self.main.status(reports.rank))
+        reports.store.set(f"status/{number}/{reports.rank}", text)
+
+    def _ask(self, reports: Reports) -> None:
+        """Collects where all ranks are, and prints a diagnosis unless it is known. One rank of the
+        waiting ones does this at a time."""
+        store, rank = reports.store, reports.rank
+        holder = int(store.compare_set("asker", "", str(rank)))
+        if holder != rank and reports.process_state(holder) != "":
+            return
+        store.set("asker", str(rank))
+        number = store.add("asked", 1)
+        self._answer(reports, number)
+        texts = reports.gather(f"status/{number}", range(reports.size), _ANSWERS)
+        found = {r: _status(json.loads(text)) for r, text in texts.items()}
+        silent = {r: reports.process_state(r) for r in range(reports.size) if r not in found}
+        now = situation(found, silent)
+        if now != (read_key(store, "told") or ""):
+            store.set("told", now)
+            self._print(diagnose(found, silent))
+        self.told, self.next = now, time.monotonic() + 2 * self.seconds
+        for r in range(reports.size):
+            store.delete_key(f"status/{number}/{r}")
+        store.delete_key("asker")
+
+    def _print(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+
+def _status(values: list[Any]) -> Status:
+    status = Status(*values)
+    return status._replace(collectives=[StartedCollective(*c) for c in status.collectives])
