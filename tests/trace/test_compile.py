@@ -357,7 +357,7 @@ def test_a_rank_that_compiles_slowly_raises_no_alarm():
     fast = dt.compile(net, backend=backend)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     with (
-        mock.patch.multiple(failure_watch, PERIOD=0.05, _PATIENCE=0.2),
+        mock.patch.multiple(failure_watch, PERIOD=0.05, PATIENCE=0.2),
         mock.patch.object(compare_programs, "_PATIENCE", 0.2),
     ):
         for _ in range(3):
