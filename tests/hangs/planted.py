@@ -27,7 +27,7 @@ from tests.comm.deaths import run_worlds
 WORLD = 3
 AT_ONCE = 4  # worlds
 SECONDS = 1.0  # that a rank waits before it asks
-LASTS = 8.0  # seconds of a world
+LASTS = 15.0  # seconds of a world
 BAD = 1  # the rank that differs
 PROGRAMS = {}
 

@@ -43,9 +43,9 @@ def test_a_script_is_watched_without_changes(tmp_path):
         "import time, torch, torch.distributed as dist\n"
         "dist.init_process_group('gloo')\n"
         "if dist.get_rank() == 1:\n"
-        "    time.sleep(7)\n"
+        "    time.sleep(10)\n"
         "dist.all_reduce(torch.ones(3))\n"
-        "time.sleep(1)\n"
+        "time.sleep(3)\n"
     )
     command = [sys.executable, "-m", "disttensor.watch", "--nproc", "2", str(script)]
     done = run(command, DISTTENSOR_WATCH="1", PYTHONPATH=str(ROOT))
