@@ -40,7 +40,7 @@ LINES = {
     "experts": 656,
     "fsdp": 3_793,
     "graphs": 1_427,
-    "hangs": 535,
+    "hangs": 546,
     "integrations": 1_041,
     "launching": 810,
     "meta": 132,

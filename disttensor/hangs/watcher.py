@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
@@ -51,15 +52,25 @@ class Watch(threading.Thread):
         self.answered = 0  # the last question that this rank has answered
         self.told = ""  # the last situation that has been printed
         self.next = 0.0  # when this rank may ask again
-        self.asked = False
+        self.ended = threading.Event()
+
+    def start(self) -> None:
+        super().start()
+        atexit.register(self.end)
+
+    def end(self) -> None:
+        """Ends the thread before Python does, which would abort the process if the thread is in a
+        call of the store."""
+        self.ended.set()
+        self.join(2 * _ANSWERS)
 
     def run(self) -> None:
-        while True:
+        while not self.ended.is_set():
             try:
                 self._look()
             except Exception:  # the store is gone, with the rank or the launcher that keeps it
                 self.reports = None
-            time.sleep(PERIOD)
+            self.ended.wait(PERIOD)
 
     def _look(self) -> None:
         still = self.main.look()
