@@ -13,7 +13,7 @@
 #              against plain torch; goes on where it stopped; writes the table in docs/zoo.md
 # make strangers   small models of 50 libraries of PyPI, on two ranks against plain torch; writes the table in docs/zoo.md
 # make peers       the programs of docs/coming_from/ in other libraries (DeepSpeed, Megatron, JAX), beside ours
-# make bugs        bugs of public trackers as programs on 2 and 4 ranks, and what torch's own parts compute; writes docs/public_bugs.md
+# make bugs        bugs of public trackers as programs on 2 and 4 ranks, and what the libraries compute; writes docs/public_bugs.md
 # make mutants do the tests notice changes of the code? ARGS="--sample 100 --seed 1" for some of them, --part fsdp for a part
 # make matrix  all tests on every torch and Python that is tested, each in an environment of its own that is kept outside of the
 #              checkout (tests/environments.py); ARGS="--markdown docs/versions.md" writes the table of docs/versions.md
@@ -88,8 +88,8 @@ strangers: .venv/.strangers
 peers: .venv/.peers
 	PYTHONPATH=.:.venv/peers $(BIN)/python -m pytest tests/test_coming_from.py $(ARGS)
 
-bugs: .venv/.native
-	$(BIN)/python -m tests.public_bugs $(ARGS)
+bugs: .venv/.native .venv/.peers
+	PYTHONPATH=.:.venv/peers $(BIN)/python -m tests.public_bugs $(ARGS)
 
 mutants: .venv/.installed
 	$(BIN)/python -m tests.mutants.mutants $(ARGS)

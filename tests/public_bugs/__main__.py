@@ -1,7 +1,7 @@
 """Runs all programs on 2 and 4 ranks, and what the libraries themselves compute; records it in
 results.json, and writes docs/public_bugs.md.
 
-    python -m tests.public_bugs            all of it (make bugs)
+    python -m tests.public_bugs            all of it (make bugs, which installs the libraries)
     python -m tests.public_bugs --page     the page only, from the record
 """
 
@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from tests.public_bugs.harness import FOLDER, NAMES, TOLERANCE, bug, run_ours, run_peer
 from tests.public_bugs.page import page
@@ -31,18 +30,27 @@ def worst(by_rank: list[dict[str, float]]) -> float:
     return max(found.values())
 
 
-def peer(name: str) -> list[str]:
+def peer(name: str) -> list[str] | None:
+    """What the library computes: right, wrong or error; text; the library. None: not installed."""
+    package = getattr(bug(name), "PEER", "torch")
+    try:
+        library = f"{package} {version(package).partition('+')[0]}"
+    except PackageNotFoundError:
+        return None
     ranks = getattr(bug(name), "PEER_RANKS", 2)
     try:
         answers = pool.run_on_ranks(ranks, run_peer, name)
     except pool.RanksFailed as failed:
-        return ["error", str(failed).splitlines()[0]]
+        return ["error", str(failed).splitlines()[0], library]
+    finally:
+        if package != "torch":  # the library has changed the processes
+            pool.stop(ranks)
     kinds = [kind for kind, _ in answers]
     kind = "wrong" if "wrong" in kinds else max(kinds)
-    return [kind, next(text for found, text in answers if found == kind)]
+    return [kind, next(text for found, text in answers if found == kind), library]
 
 
-def measure(name: str) -> dict[str, Any]:
+def measure(name: str, before: dict[str, Any]) -> dict[str, Any]:
     print(name, end=": ", flush=True)
     ours = []
     for ranks, strategies in bug(name).STRATEGIES.items():
@@ -52,16 +60,17 @@ def measure(name: str) -> dict[str, Any]:
             ours.append([ranks, fields, float(f"{error:.1e}")])
     found: dict[str, Any] = {"ours": ours}
     if hasattr(bug(name), "peer"):
-        found["peer"] = peer(name)
+        found["peer"] = peer(name) or before.get("peer")
     print(f"{len(ours)} strategies, within {max(o[2] for o in ours):.0e}", *found.get("peer", ()))
     return found
 
 
 def main() -> None:
     if "--page" not in sys.argv:
-        record = {"torch": torch.__version__.partition("+")[0]}
-        record["bugs"] = {name: measure(name) for name in NAMES}  # type: ignore[assignment]
-        RECORD.write_text(json.dumps(record, indent=1) + "\n")
+        before = json.loads(RECORD.read_text())
+        record = {name: measure(name, before.get(name, {})) for name in NAMES}
+        lines = (f" {json.dumps(name)}: {json.dumps(found)}" for name, found in record.items())
+        RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     Path(PAGE).write_text(page(json.loads(RECORD.read_text())))
 
 

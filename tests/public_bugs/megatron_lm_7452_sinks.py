@@ -6,14 +6,17 @@ The sinks are split by heads, but not marked as split. A filter against counting
 kept the first rank's piece only, and gradients were clipped by too small a norm.
 """
 
+from unittest import mock
+
 import torch
 from torch import nn
 
 import disttensor as dt
-from tests.public_bugs.harness import clip_to_one, randn
+from tests.public_bugs.harness import clip_to_one, randn, rank
 from tests.public_bugs.models import HEADS_PLAN, Attention, squares
 
 STRATEGIES = {2: [{"tp": 2}], 4: [{"tp": 4}, {"tp": 2, "dp": 2}]}
+PEER = "megatron-core"
 PLAN = HEADS_PLAN | {"sinks": {"tp": dt.Shard(0)}}
 
 
@@ -46,3 +49,25 @@ def clip_without_most_sinks(parameters):
 
 def planted(run):
     program(run, clip_without_most_sinks)
+
+
+def peer():
+    """The norm of a gradient of the sinks, by the parameters that its filter lets count."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=4, tensor_model_parallel_size=2,
+        softmax_type="learnable",
+    )  # fmt: skip
+    with mock.patch("torch.cuda.current_device", return_value=torch.device("cpu")):
+        attention = DotProductAttention(config, 1, AttnMaskType.causal, "self")
+    gradient = randn(4)
+    own = gradient.chunk(2)[rank()].square().sum()
+    total = own * param_is_not_tensor_parallel_duplicate(attention.softmax_offset)
+    torch.distributed.all_reduce(total)
+    return total.sqrt(), gradient.norm()

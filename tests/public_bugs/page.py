@@ -70,33 +70,34 @@ def ours(found: list[Any]) -> str:
     return f"{'. '.join(lines)}. Equal{f' within {error:.0e}' if error else ''}"
 
 
-def theirs(peer: list[str] | None, torch: str) -> str:
+def theirs(peer: list[str] | None) -> str:
     if peer is None:
         return ""
-    kind, text = peer
+    kind, text, library = peer
     text = re.sub(r"([|*<>])", r"\\\1", text.partition(". ")[0])
     said = {"wrong": f"**wrong**: {text}", "error": f"an error: {text}"}
-    return f" · torch {torch}: {said.get(kind, 'this program is right by now')}"
+    return f" · {library}: {said.get(kind, 'this program is right by now')}"
 
 
 def table(names: list[str], record: dict[str, Any]) -> str:
     rows = ["| what went wrong, and why | where | here |", "|---|---|---|"]
     for name in names:
-        told, found = story(name), record["bugs"][name]
+        told, found = story(name), record[name]
         program = f"[program](../tests/public_bugs/{name}.py)"
-        there = link(told.where).rstrip(".") + theirs(found.get("peer"), record["torch"])
+        there = link(told.where).rstrip(".") + theirs(found.get("peer"))
         cells = f"{told.what} {told.cause}", there, f"{ours(found['ours'])} · {program}"
         rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows)
 
 
 def page(record: dict[str, Any]) -> str:
-    peers = [found["peer"][0] for found in record["bugs"].values() if "peer" in found]
-    runs = [run for found in record["bugs"].values() for run in found["ours"]]
+    peers = [found["peer"] for found in record.values() if "peer" in found]
+    runs = [run for found in record.values() for run in found["ours"]]
+    libraries = ", ".join(sorted({library for *_, library in peers}))
     numbers = {
-        "bugs": len(NAMES), "runs": len(runs), "torch": record["torch"],
+        "bugs": len(NAMES), "runs": len(runs), "libraries": libraries,
         "within": f"{max(error for _, _, error in runs):.0e}", "peers": len(peers),
-        **{kind: peers.count(kind) for kind in ("wrong", "error", "right")},
+        **{kind: [p[0] for p in peers].count(kind) for kind in ("wrong", "error", "right")},
         "planted": sum(hasattr(bug(name), "planted") for name in NAMES),
     }  # fmt: skip
     tables = [

@@ -49,12 +49,13 @@ def test_each_file_names_its_bug() -> None:
 
 def test_the_page_follows_the_files_and_the_record() -> None:
     record = json.loads(RECORD.read_text())
-    assert record["bugs"].keys() == set(NAMES)
+    assert record.keys() == set(NAMES)
     for name in NAMES:
-        ran = [(ranks, fields) for ranks, fields, _ in record["bugs"][name]["ours"]]
+        ran = [(ranks, fields) for ranks, fields, _ in record[name]["ours"]]
         stated = bug(name).STRATEGIES.items()
         assert ran == [(ranks, fields) for ranks, every in stated for fields in every], name
         assert {ranks for ranks, _ in ran} == {2, 4}
+        assert hasattr(bug(name), "peer") == ("peer" in record[name]), name
     assert page(record) == PAGE.read_text(), "run: python -m tests.public_bugs --page"
 
 
