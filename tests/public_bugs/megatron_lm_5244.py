@@ -26,7 +26,7 @@ class Balanced(Mixture):
 
 def loss(model, tokens, labels):
     main = next_token(model, tokens, labels)
-    return main + 0.5 * sum(m.balance for m in model.modules() if isinstance(m, Balanced))
+    return main + 0.5 * sum(m.balance for m in model.modules() if isinstance(m, Mixture))
 
 
 def program(run):
