@@ -119,6 +119,15 @@ def warn_once(
         warnings.warn_explicit(text(), category, *place)
 
 
+def headline(error: BaseException) -> str:
+    """Returns the type of an error and the first line of its text."""
+    name = type(error).__name__
+    try:
+        return ": ".join([name, *str(error).splitlines()[:1]])
+    except Exception:  # its text cannot be made
+        return name
+
+
 def name_of(func: Any) -> str:
     """Returns the public name of a function: ``torch.add``, ``torch.Tensor.add_``."""
     name = resolve_name(func) or getattr(

@@ -25,8 +25,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from disttensor.launching import script
 
 USAGE = (
-    "python -m disttensor.run --nproc N [options of torchrun] script.py [arguments]\n"
-    "       python -m disttensor.run --nproc N [options of torchrun] -m module [arguments]"
+    "{prog} --nproc N [options of torchrun] script.py [arguments]\n"
+    "       {prog} --nproc N [options of torchrun] -m module [arguments]"
 )
 
 
@@ -38,7 +38,7 @@ def main(
     """Runs a command line. Returns an exit status when all processes are gone. ``runner``: the file
     that runs the script in each rank."""
     parser = torchrun.get_args_parser()
-    parser.prog, parser.usage = prog, USAGE.replace("python -m disttensor.run", prog)
+    parser.prog, parser.usage = prog, USAGE.format(prog=prog)
     parser.description = "Run a script on N processes of this machine. Other options: of torchrun."
     parser.add_argument(
         "--nproc", dest="nproc_per_node", default=argparse.SUPPRESS, metavar="N",

@@ -1,8 +1,8 @@
-"""What ranks post for each other in a store, from threads that never block in it.
+"""Ranks post texts for each other in a store, from threads that never block in it.
 
-A rank posts a text under a subject (``place/3``: where rank 3 is). Other ranks read the texts that
-are there, or wait some seconds for those of several ranks. Each rank posts the number of its
-process, by which ranks of one machine see whether it runs.
+A rank posts a text under a subject (``place/3``: where rank 3 is). Other ranks read it, or wait
+some seconds for the texts of several ranks. Each rank posts the number of its process, by which
+ranks of one machine see whether it runs.
 """
 
 from __future__ import annotations

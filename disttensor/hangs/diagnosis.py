@@ -8,7 +8,7 @@ from disttensor.hangs.flight import StartedCollective, show_ranks
 from disttensor.hangs.status import Status
 
 _SHOWN = 16  # ranks whose lines are shown
-# What the system says of a process that does not answer, by the letter of its state.
+# A process that does not answer, by the letter of its state.
 _SILENT = {
     None: "has posted nothing: it is on another machine, or has not come so far",
     "": "is gone: its process has ended",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -39,15 +40,20 @@ def start_recorder() -> None:
 
 def collectives() -> list[StartedCollective]:
     """Returns the last collectives of each group, and all that have not ended; oldest first."""
-    found: dict[str, list[StartedCollective]] = {}
-    groups = members_of()
-    for entry in flight_record():
+    groups, kept = members_of(), []
+    newer: Counter[str] = Counter()
+    for entry in reversed(flight_record()):
         name, _ = entry["process_group"]
         if entry["is_p2p"] or name not in groups:
             continue
-        found.setdefault(name, []).append(_collective(entry, name, groups[name]))
-    return [c for every in found.values() for n, c in enumerate(reversed(every))
-            if n < _SENT or not c.is_done][::-1]  # fmt: skip
+        newer[name] += 1
+        if newer[name] <= _SENT or not _is_done(entry):
+            kept.append(_collective(entry, name, groups[name]))
+    return kept[::-1]
+
+
+def _is_done(entry: dict[str, Any]) -> bool:
+    return bool(entry["retired"] or entry["state"] == "completed")
 
 
 def _collective(entry: dict[str, Any], name: str, ranks: list[int]) -> StartedCollective:
@@ -57,10 +63,9 @@ def _collective(entry: dict[str, Any], name: str, ranks: list[int]) -> StartedCo
         types = " and ".join(dict.fromkeys(t.lower() for t in entry["input_dtypes"]))
         words += f" of {' and '.join(map(str, entry['input_sizes']))} {types}"
     age = time.time() - entry["time_created_ns"] / 1e9
-    is_done = entry["retired"] or entry["state"] == "completed"
     line = _line((f["filename"], f["line"]) for f in entry["frames"])
     return StartedCollective(
-        name, ranks, entry["collective_seq_id"], words, line, round(age, 1), is_done
+        name, ranks, entry["collective_seq_id"], words, line, round(age, 1), _is_done(entry)
     )
 
 

@@ -1,4 +1,4 @@
-"""What the main thread of this rank does: its line, and whether it has stood still."""
+"""Finds out where the main thread of this rank is, and whether it has stood still."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from disttensor.errors import headline
 from disttensor.hangs.flight import StartedCollective, collectives
 from disttensor.launching.script import is_library
 
@@ -19,13 +21,13 @@ WAITS = "waits for other ranks"
 # Folders of code that waits for other ranks, and of code that waits for data.
 _WAITS = (f"{_TORCH}distributed{os.sep}", f"disttensor{os.sep}comm{os.sep}")
 _LOADS = (f"{_TORCH}utils{os.sep}data{os.sep}", f"disttensor{os.sep}data{os.sep}")
-_PEERS = {"send": "dst", "isend": "dst", "recv": "src", "irecv": "src"}
+_PEERS = {"send": "dst", "recv": "src"}  # blocking messages, and the argument that names the peer
 _BUSY = 0.02  # share of the time that a thread which stands still may compute
 _SWITCHES = 4.0  # times per second that a thread which stands still may wake up
 
 
 class Status(NamedTuple):
-    """What a rank posts.
+    """The post of a rank.
 
     line, call  of the user's program, and the call that runs there
     inner       the function in which it runs, if that is in a library
@@ -69,7 +71,8 @@ class MainThread:
     def look(self) -> float:
         """Returns the seconds for which the thread has stood still: at one line, without computing,
         and seldom awake (a wait with a time limit wakes up)."""
-        now, place = time.monotonic(), _users(self.frame())
+        now, (_, users) = time.monotonic(), _split(self.frame())
+        place = None if users is None else (users.f_code.co_filename, users.f_lineno)
         before, cpu, switches = self.before
         used, woken, is_ready = self._counts()
         self.before = now, used, woken
@@ -99,37 +102,40 @@ class MainThread:
         return used, woken, is_ready
 
     def status(self, rank: int) -> Status:
-        seconds, frame, error = self.look(), self.frame(), _handled(self.ident or 0)
-        line, call, inner, doing, peer = "", "", "", "computes", -1
-        if frame is not None:
-            users, doing = _users(frame), _doing(frame, seconds)
-            peer = _peer(frame)
-            if users is not None:
-                line, call = f"{users[0]}:{users[1]}", users[2]
-            code = frame.f_code
-            if is_library(code.co_filename):
-                inner = f"{code.co_qualname}, {os.path.basename(code.co_filename)}:{frame.f_lineno}"
-        found = Status(
-            rank, line, call, inner, doing, round(seconds, 1), peer, error, collectives()
-        )
-        if doing == "stands still" and found.pending() is not None:  # in C++, as DDP does
-            return found._replace(doing=WAITS)
-        return found
+        seconds, (called, users), found = self.look(), _split(self.frame()), collectives()
+        line, inner = "", ""
+        if users is not None:
+            line = f"{users.f_code.co_filename}:{users.f_lineno}"
+        if called:
+            code = called[0].f_code
+            at = f"{os.path.basename(code.co_filename)}:{called[0].f_lineno}"
+            inner = f"{code.co_qualname}, {at}"
+        doing = _doing(called, _call(called[0] if called else users))
+        if doing == "computes" and seconds > 1:
+            pending = any(not c.is_done for c in found)  # in C++, as DDP does
+            doing = WAITS if pending else "stands still"
+        return Status(
+            rank, line, _call(users), inner, doing, round(seconds, 1), _peer(called),
+            _handled(self.ident or 0), found,
+        )  # fmt: skip
 
 
-def _users(frame: Any) -> tuple[str, int, str] | None:
-    """Returns file, line and call of the innermost frame of the user's program."""
+def _split(frame: Any) -> tuple[list[Any], Any]:
+    """Returns the frames of libraries on top of a stack, innermost first, and the frame of the
+    user's program that has called them, or None."""
+    called = []
     while frame is not None and is_library(frame.f_code.co_filename):
+        called.append(frame)
         frame = frame.f_back
-    if frame is None:
-        return None
-    return frame.f_code.co_filename, frame.f_lineno or 0, _call(frame)
+    return called, frame
 
 
 def _call(frame: Any) -> str:
     """Returns the source text of the call that a frame runs."""
-    positions = list(frame.f_code.co_positions())[frame.f_lasti // 2]
-    first, last, begin, end = positions
+    if frame is None:
+        return ""
+    at = frame.f_lasti // 2
+    first, last, begin, end = next(islice(frame.f_code.co_positions(), at, None))
     if first is None or last is None or begin is None or end is None:
         return ""
     lines = [linecache.getline(frame.f_code.co_filename, n) for n in range(first, last + 1)]
@@ -141,28 +147,24 @@ def _call(frame: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _doing(frame: Any, seconds: float) -> str:
-    call, files = _call(frame), []
-    while frame is not None and is_library(frame.f_code.co_filename):
-        files.append(frame.f_code.co_filename)
-        frame = frame.f_back
+def _doing(called: list[Any], call: str) -> str:
+    """Returns what a thread does, by the frames of libraries in which it is and its innermost
+    call."""
+    files = [frame.f_code.co_filename for frame in called]
     if any(part in file for file in files for part in _LOADS):
         return "waits for data"
     if any(part in file for file in files for part in _WAITS) or ".wait(" in call:
         return WAITS
-    if "sleep(" in call:
-        return "sleeps"
-    return "stands still" if seconds > 1 else "computes"
+    return "sleeps" if "sleep(" in call else "computes"
 
 
-def _peer(frame: Any) -> int:
+def _peer(called: list[Any]) -> int:
     """Returns the rank that a blocking message of torch.distributed is from or for, or -1."""
-    while frame is not None and is_library(frame.f_code.co_filename):
+    for frame in called:
         name = _PEERS.get(frame.f_code.co_name)
         if name is not None and frame.f_code.co_filename.endswith("distributed_c10d.py"):
             peer = frame.f_locals.get(name)
             return peer if isinstance(peer, int) else -1
-        frame = frame.f_back
     return -1
 
 
@@ -170,7 +172,4 @@ def _handled(thread: int) -> str:
     """Returns the exception that a thread handles, or ""."""
     found: Any = sys._current_exceptions().get(thread)
     error = found[1] if isinstance(found, tuple) else found
-    if error is None:
-        return ""
-    text = str(error).splitlines()
-    return f"{type(error).__name__}: {text[0][:200] if text else ''}"
+    return "" if error is None else headline(error)[:200]

@@ -79,19 +79,23 @@ class Watch(threading.Thread):
             return
         number = reports.store.add("asked", 0)
         if number > self.answered:
-            self._answer(reports, number)
+            self._answer(reports, number, self.main.status(reports.rank))
         if still < self.seconds:
             if self.told and still < PERIOD:
                 self._print(f"watch: rank {reports.rank} goes on")
                 self.told, self.next = "", 0.0
-        elif time.monotonic() >= self.next and self.main.status(reports.rank).waits():
-            self._ask(reports)
+                reports.store.delete_key("told")
+        elif time.monotonic() >= self.next:
+            self.next = time.monotonic() + self.seconds
+            status = self.main.status(reports.rank)
+            if status.waits():
+                self._ask(reports, status)
 
     def _connect(self) -> Reports | None:
         """Returns the posts of the world, from the time when its store can be known."""
         is_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         now = "agent" if is_agent and "RANK" in os.environ else default_group()
-        if now is None or (self.reports is not None and now is self.world):
+        if now is None or now is self.world:
             return self.reports
         if is_agent:
             address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -101,12 +105,11 @@ class Watch(threading.Thread):
         self.reports, self.world = Reports(*address, f"watch/{attempt()}", rank, size), now
         return self.reports
 
-    def _answer(self, reports: Reports, number: int) -> None:
+    def _answer(self, reports: Reports, number: int, status: Status) -> None:
         self.answered = number
-        text = json.dumps(self.main.status(reports.rank))
-        reports.store.set(f"status/{number}/{reports.rank}", text)
+        reports.store.set(f"status/{number}/{reports.rank}", json.dumps(status))
 
-    def _ask(self, reports: Reports) -> None:
+    def _ask(self, reports: Reports, status: Status) -> None:
         """Collects where all ranks are, and prints a diagnosis unless it is known. One rank of the
         waiting ones does this at a time."""
         store, rank = reports.store, reports.rank
@@ -114,8 +117,14 @@ class Watch(threading.Thread):
         if holder != rank and reports.process_state(holder) != "":
             return
         store.set("asker", str(rank))
-        number = store.add("asked", 1)
-        self._answer(reports, number)
+        try:
+            self._collect(reports, store.add("asked", 1), status)
+        finally:
+            store.delete_key("asker")
+
+    def _collect(self, reports: Reports, number: int, status: Status) -> None:
+        store = reports.store
+        self._answer(reports, number, status)
         texts = reports.gather(f"status/{number}", range(reports.size), _ANSWERS)
         found = {r: _status(json.loads(text)) for r, text in texts.items()}
         silent = {r: reports.process_state(r) for r in range(reports.size) if r not in found}
@@ -126,7 +135,6 @@ class Watch(threading.Thread):
         self.told, self.next = now, time.monotonic() + 2 * self.seconds
         for r in range(reports.size):
             store.delete_key(f"status/{number}/{r}")
-        store.delete_key("asker")
 
     def _print(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)

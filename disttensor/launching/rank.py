@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from disttensor.comm import failure_watch, send_queue
-from disttensor.errors import CommError
+from disttensor.errors import CommError, headline
 from disttensor.launching.script import (
     end_with_parent,
     format_error,
@@ -133,9 +133,8 @@ def end_rank(
         if error is not None:
             trace = users_part(trace or error.__traceback__, __file__)
             text = format_error(error, trace)
-            first = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
             kind = "symptom" if isinstance(error, CommError) else "cause"
-            report = kind, f"{first}\n\n{text}"
+            report = kind, f"{headline(error)}\n\n{text}"
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, Lines):  # the parent ends this process after the report
                 stream.finish()

@@ -6,6 +6,7 @@ Each program has the words that name its cause. Most use torch alone.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -32,11 +33,11 @@ BAD = 1  # the rank that differs
 PROGRAMS = {}
 
 
-def hang(cause, name=None, world=WORLD):
+def hang(cause, world=WORLD):
     """Registers a program. ``cause``: words of the diagnosis."""
 
     def register(fn):
-        PROGRAMS[name or fn.__name__] = fn, cause, world
+        PROGRAMS[fn.__name__] = fn, cause, world
         return fn
 
     return register
@@ -63,7 +64,7 @@ def missing_call(rank):
     dist.all_reduce(ones())
 
 
-@hang("ranks 0, 2 all_reduce of [8] float at", name="another_kind")
+@hang("ranks 0, 2 all_reduce of [8] float at")
 def another_kind(rank):
     dist.broadcast(ones(), 0) if rank == BAD else dist.all_reduce(ones())
     dist.barrier()
@@ -172,7 +173,7 @@ def from_a_thread(rank):
         forever()
     thread = threading.Thread(target=lambda: dist.all_reduce(ones()))
     thread.start()
-    dist.barrier()
+    thread.join()
 
 
 # Messages -----------------------------------------------------------------------------------------
@@ -192,7 +193,7 @@ def wrong_peer(rank):
     forever()
 
 
-@hang("rank 1: ", name="wait_of_a_receive")
+@hang("dist.irecv(ones(), 0).wait(): waits for other ranks")
 def wait_of_a_receive(rank):
     if rank == BAD:
         dist.irecv(ones(), 0).wait()
@@ -217,35 +218,34 @@ def large_sends(rank):
 # What the rank that is missing does ---------------------------------------------------------------
 
 
+def after_an_error(rank, fail, then):
+    """One rank fails, and catches the error."""
+    try:
+        if rank == BAD:
+            fail()
+        dist.all_reduce(ones())
+    except (RuntimeError, ValueError):
+        then()
+
+
+def bad_batch():
+    raise ValueError("a bad batch")
+
+
 @hang("rank 1 has not started all_reduce of [8] float (#2 of ranks 0 to 2), in which ranks 0, 2 "
       "wait: it handles ValueError: a bad batch")  # fmt: skip
 def exception_handler(rank):
-    try:
-        if rank == BAD:
-            raise ValueError("a bad batch")
-        dist.all_reduce(ones())
-    except ValueError:
-        forever()
+    after_an_error(rank, bad_batch, forever)
 
 
 @hang("it handles RuntimeError: [enforce fail at")
 def out_of_memory(rank):
-    try:
-        if rank == BAD:
-            torch.empty(2**60)
-        dist.all_reduce(ones())
-    except RuntimeError:
-        forever()
+    after_an_error(rank, lambda: torch.empty(2**60), forever)
 
 
 @hang("rank 1 barrier at")
 def clean_up_in_finally(rank):
-    try:
-        if rank == BAD:
-            raise ValueError("a bad batch")
-        dist.all_reduce(ones())
-    except ValueError:
-        dist.barrier()
+    after_an_error(rank, bad_batch, dist.barrier)
 
 
 class Slow(Dataset):
@@ -449,7 +449,7 @@ def checkpoint_on_some(rank):
     forever()
 
 
-@hang("rank 0 waits for", name="pipeline_stage_missing", world=2)
+@hang("rank 0 waits for", world=2)
 def pipeline_stage_missing(rank):
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
@@ -509,8 +509,6 @@ def watched(rank, body):
 
 
 def main() -> None:
-    import functools
-
     names = sys.argv[1:] or list(PROGRAMS)
     worlds = {
         name: (functools.partial(watched, body=PROGRAMS[name][0]), PROGRAMS[name][2])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from disttensor.hangs import flight
 from disttensor.hangs.diagnosis import diagnose, situation
 from disttensor.hangs.flight import StartedCollective, show_ranks
 from disttensor.hangs.status import WAITS, Status
@@ -82,6 +83,28 @@ def test_ranks_that_do_not_answer():
     found = {0: status(0, collectives=[call(1)])}
     text = diagnose(found, {1: "T", 2: ""})
     assert "rank 1 is stopped" in text and "rank 2 is gone" in text
+
+
+def test_collectives_of_all_groups_are_in_the_order_of_their_start(monkeypatch):
+    """The oldest one that has not ended is the one that a rank waits in."""
+
+    def entry(group, number, retired):
+        return {
+            "process_group": (group, ""), "is_p2p": False, "collective_seq_id": number,
+            "profiling_name": "gloo:all_reduce", "input_sizes": [[8]], "input_dtypes": ["Float"],
+            "time_created_ns": 0, "retired": retired, "state": "scheduled", "frames": [],
+        }  # fmt: skip
+
+    record = [entry("b", n, n > 1) for n in range(1, 50)] + [entry("a", 1, False)]
+    monkeypatch.setattr(flight, "flight_record", lambda: record)
+    monkeypatch.setattr(flight, "members_of", lambda: {"a": [0, 1], "b": [0, 2]})
+    found = flight.collectives()
+    assert [(c.group, c.number) for c in found] == [
+        ("b", 1),
+        *[("b", n) for n in range(18, 50)],
+        ("a", 1),
+    ]
+    assert status(0, collectives=found).pending() == found[0]
 
 
 def test_a_situation_is_told_once():
