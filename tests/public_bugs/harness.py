@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 import disttensor as dt
 from disttensor import DistTensor, pipeline
@@ -163,6 +164,18 @@ def rank() -> int:
 
 def torch_mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def ddp(x: Tensor, loss: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of a weight that DDP computes, if each of 2 ranks has a piece of the
+    rows, and that one process computes."""
+    x, model = x.float(), nn.Linear(x.shape[1], 1, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(0.5)
+    (want,) = torch.autograd.grad(loss(model(x)), model.weight)
+    replica = DistributedDataParallel(model)
+    loss(replica(x.chunk(2)[rank()])).backward()
+    return model.weight.grad, want
 
 
 def full(x: Tensor) -> Tensor:
