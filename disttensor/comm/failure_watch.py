@@ -128,7 +128,8 @@ def watcher_of(now: Runtime) -> Watcher | None:
     if now.watcher is None and now.default is not None:
         now.watcher = False
         if world()[1] > 1 and not is_fake() and _store_answers():
-            with contextlib.suppress(RuntimeError, AttributeError):  # another type of store
+            # another type of store, or one that has ended since
+            with contextlib.suppress(AttributeError, RuntimeError, OSError):
                 now.watcher = Watcher(now)
     return now.watcher or None
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from disttensor import runtime
-from disttensor.comm import failure_watch
+from disttensor.comm import failure_watch, reports
 from disttensor.comm.reports import process_state
 from tests.comm.deaths import PROGRAMS
 from tests.support.part import part
@@ -119,6 +119,23 @@ def test_a_fork_of_a_rank_posts_neither_its_end_nor_its_error():
     assert not any(watcher.store.check([key]) for key in ("failed", *keys))
     assert watcher.failed_rank() is None and watcher.store.add("ended", 0) == 0
     failure_watch.watcher_of(runtime.current_runtime()).submit(lambda store: None).wait()
+
+
+@on_ranks(2)
+def test_a_store_that_ends_while_a_watcher_starts_ends_no_program(monkeypatch):
+    """The store has answered, and does not accept the connection of the watcher."""
+
+    def refused(*_):
+        raise ConnectionRefusedError(111, "Connection refused")
+
+    monkeypatch.setattr(reports.socket, "create_connection", refused)
+    now = runtime.current_runtime()
+    before, now.watcher = now.watcher, None
+    try:
+        assert failure_watch.watcher_of(now) is None
+        failure_watch.watch()
+    finally:
+        now.watcher = before
 
 
 class Store:
