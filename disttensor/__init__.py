@@ -21,7 +21,7 @@ with _versions.importing():
     import reshard as _reshard  # noqa: F401
     from disttensor.random.counter import manual_seed
     from disttensor.tensor.dist_tensor import DistTensor
-    from disttensor.tensor.grad_sync import sync_gradients
+    from disttensor.gradients.sync import sync_gradients
     from disttensor.tensor.values import broadcast_value, values_everywhere
     import disttensor.dispatch.handlers
     import disttensor.dispatch.native  # noqa: F401  (the two complete DistTensor)

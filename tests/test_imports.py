@@ -36,6 +36,7 @@ LAYERS = (
     "autograd",
     "random",
     "tensor",
+    "gradients",
     "meta",
     "dispatch",
     "optim",

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from disttensor.core.spec import DistSpec
+from disttensor.gradients.sync import sync_gradients
 from disttensor.pytree import collect
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.grad import is_gradient, owner_of
-from disttensor.tensor.grad_sync import sync_gradients
 
 
 def needs_reduction(specs: Sequence[DistSpec], wanted: Sequence[DistSpec | None]) -> list[bool]:

@@ -14,8 +14,8 @@ import torch
 from disttensor.comm import buffers, collectives
 from disttensor.comm.groups import Group
 from disttensor.comm.work import Work, finished
-from disttensor.fsdp.bucket import BucketLayout
 from disttensor.fsdp.param import FSDPParam
+from disttensor.gradients.rows import BucketLayout
 from disttensor.tensor.versions import is_shared, version
 from disttensor.torch_private import set_versions
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from disttensor.comm.work import Work
-from disttensor.fsdp.reduce import Reduction
 from disttensor.fsdp.segment import Segment
+from disttensor.gradients.reduce import Reduction
 
 # LATE: a gradient has arrived after the reduction had started; it is reduced at the end.
 ReduceState = Enum("ReduceState", "COLLECTING READY REDUCING LATE")

@@ -28,18 +28,17 @@ from disttensor.autograd.joined_backward import run_after_backward, run_after_fa
 from disttensor.autograd.split_backward import compute_weight_now
 from disttensor.comm import buffers
 from disttensor.comm.compare_values import is_due
-from disttensor.comm.places import GradMemory
 from disttensor.fsdp import graph_hooks
 from disttensor.fsdp.backward import ReduceOrder
 from disttensor.fsdp.own_arguments import RefuseOwn, compare_arguments
 from disttensor.fsdp.param import FSDPParam, is_borrowed
-from disttensor.fsdp.reduce import Reduction, accumulate_in_graph, make_groups, reductions
 from disttensor.fsdp.segment import Segment, ShardState
 from disttensor.fsdp.unseen import outside_user_modes
+from disttensor.gradients.memory import GradMemory, grad_memory_of
+from disttensor.gradients.reduce import Reduction, accumulate_in_graph, make_groups, reductions
 from disttensor.observe import observers
 from disttensor.pytree import find_tensors, replace_tensors
 from disttensor.tensor.dist_tensor import DistTensor
-from disttensor.tensor.grad_slot import grad_memory_of
 from disttensor.tensor.uses import forget_derivation, leaves_of
 from disttensor.torch_private import current_backward
 

@@ -23,9 +23,9 @@ from disttensor.comm.groups import Group, world_group
 from disttensor.comm.process_group import world
 from disttensor.core.layout import Axes
 from disttensor.core.mesh import ProcessMesh
+from disttensor.gradients.sync import sync_gradients, tensors_of
 from disttensor.optim.step_hooks import check_fresh
 from disttensor.tensor.dist_tensor import DistTensor
-from disttensor.tensor.grad_sync import sync_gradients, tensors_of
 
 Tensor = torch.Tensor
 Parameters = Tensor | Iterable[Tensor]

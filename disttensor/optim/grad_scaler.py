@@ -16,10 +16,10 @@ from torch.amp.grad_scaler import GradScaler
 
 from disttensor.comm import collectives, objects
 from disttensor.comm.groups import world_group
+from disttensor.gradients.sync import sync_gradients
 from disttensor.optim.clip_grad import by_mesh, group_of_norm
 from disttensor.optim.step_hooks import check_fresh
 from disttensor.tensor.dist_tensor import DistTensor
-from disttensor.tensor.grad_sync import sync_gradients
 from disttensor.tensor.uses import invalidate
 
 Tensor = torch.Tensor

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from disttensor.comm import compare_programs
+from disttensor.gradients.sync import sync_gradients
 from disttensor.tensor.dist_tensor import DistTensor
-from disttensor.tensor.grad_sync import sync_gradients
 
 
 def check_fresh(params: Iterable[Any], who: str) -> None:

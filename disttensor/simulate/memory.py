@@ -29,8 +29,8 @@ CATEGORIES = (
 # The category of a storage that the engine makes, by the file that makes it.
 _FILES = {
     "/disttensor/fsdp/all_gather_buffer.py": "gathered parameters",
-    "/disttensor/fsdp/reduce.py": "communication",
-    "/disttensor/fsdp/bucket.py": "communication",
+    "/disttensor/gradients/reduce.py": "communication",
+    "/disttensor/gradients/rows.py": "communication",
     "/disttensor/comm/": "communication",
     "/reshard/": "communication",
 }

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 import torch
 
-from disttensor.comm.places import GradMemory
 from disttensor.core.layout import Axes
 from disttensor.tensor.uses import add_leaf, leaves_of
 
@@ -35,7 +34,7 @@ class GradSlot:
     owner      of a gradient: a weak reference to the leaf whose gradient this is.
     collector  collects the gradients of this leaf on other tensors.
     fixed_by   the feature that relies on the leaf's layout and dtype.
-    memory     the persistent memory of its gradient.
+    memory     the persistent memory of its gradient: ``disttensor.gradients.memory``.
     bucket     equal for leaves whose gradients are reduced together, during the backward.
     hooks      of a leaf: see ``disttensor.tensor.leaf_hooks``.
     replaced   weak references to its leaves of an earlier layout, which refuse gradients.
@@ -45,7 +44,7 @@ class GradSlot:
     owner: weakref.ref[Any] | None = None
     collector: GradCollector | None = None
     fixed_by: str = ""
-    memory: GradMemory | None = None
+    memory: Any = None
     bucket: object = None
     hooks: Any = None
 
@@ -63,14 +62,6 @@ def grad_slot(x: Any) -> GradSlot:
     if slot is None:
         slot = x._grad_slot = GradSlot()
     return slot
-
-
-def grad_memory_of(x: Any) -> GradMemory:
-    """Returns the memory of a gradient that is summed in one bucket with others."""
-    slot = grad_slot(x)
-    if slot.memory is None:
-        slot.memory = GradMemory()
-    return slot.memory
 
 
 def keep_grad(x: Any, axes: Axes, g: Tensor) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 import disttensor as dt
 from disttensor import Partial, ProcessMesh, Replicate, Shard
-from disttensor.tensor import grad_sync
+from disttensor.gradients import sync
 from tests.support.oracle import check_program, compare_replicas, grid, line, place, randn
 from tests.support.pool import on_ranks
 
@@ -134,7 +134,7 @@ def test_buckets_are_cut_alike_on_all_ranks():
     for cap, per_bucket in ((1, [1] * 5), (6 * row, [2, 2, 1]), (14 * row, [4, 1]), (2**25, [5])):
         ours = waiting(5)
         with pytest.MonkeyPatch.context() as patch, dt.debugging.record_comms() as log:
-            patch.setattr(grad_sync, "BUCKET_BYTES", cap)
+            patch.setattr(sync, "BUCKET_BYTES", cap)
             dt.sync_gradients(ours)
         assert [r.shape for r in log] == [(n * 3 * 4,) for n in per_bucket], cap
         for w, v in zip(ours, alone, strict=True):

@@ -30,9 +30,10 @@ from disttensor.comm import compare_programs, p2p
 from disttensor.core.spec import spec_of
 from disttensor.dispatch import dispatch, native
 from disttensor.dispatch.call_plan import CONSTANT, Answer, CallPlan, PythonCall, Read, ReadKind
+from disttensor.gradients import sync
 from disttensor.pipeline.micro_batch_graph import MicroBatchGraph
 from disttensor.random import counter
-from disttensor.tensor import grad_sync, versions, views
+from disttensor.tensor import versions, views
 from disttensor.tensor.uses import derivation_of
 from ops.answer import TensorResult
 from ops.registry import RULES
@@ -988,7 +989,7 @@ def test_gradients_that_wait_are_found_as_in_python(mesh: dt.ProcessMesh) -> Non
         found = []
         for in_c in (False, True):
             with native.using(in_c):
-                found.append([m for members in grad_sync.buckets(params) for m in members])
+                found.append([m for members in sync.buckets(params) for m in members])
         assert [m.number for m in found[0]] == [0, 2, 9]
         for python, c in zip(*found, strict=True):
             assert python.number == c.number and python.grad is c.grad

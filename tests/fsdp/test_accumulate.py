@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import disttensor as dt
 from disttensor.comm import collectives
-from disttensor.fsdp.reduce import reductions
+from disttensor.gradients.reduce import reductions
 from tests.support.micro import STEPS, batch_of, meshes, net, shard, step_of, values
 from tests.support.part import part
 from tests.support.pool import on_ranks

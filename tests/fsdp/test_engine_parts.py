@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import disttensor as dt
-from disttensor.comm.places import GradMemory, grad_bucket_of
 from disttensor.fsdp.backward import ReduceOrder
 from disttensor.fsdp.engine import _record_gradient as arrived
 from disttensor.fsdp.segment import SegmentOptions
+from disttensor.gradients.memory import GradMemory, grad_bucket_of
 from tests.support.micro import batch_of, meshes, net, shard
 from tests.support.pool import on_ranks
 

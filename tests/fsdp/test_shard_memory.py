@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import disttensor as dt
 from disttensor.comm import buffers
 from disttensor.fsdp.all_gather_buffer import AllGatherBuffer
-from disttensor.fsdp.bucket import BucketLayout
 from disttensor.fsdp.segment import Segment
+from disttensor.gradients.rows import BucketLayout
 from tests.support.micro import BLOCKS, HIDDEN, WIDTH, batch_of, meshes, net, shard
 from tests.support.pool import on_ranks
 

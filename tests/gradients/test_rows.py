@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from disttensor.fsdp.bucket import BucketLayout, pack
+from disttensor.gradients.rows import BucketLayout, pack
 from tests.support.oracle import randn
 
 SHAPES = {

@@ -12,15 +12,14 @@ from disttensor import callbacks
 from disttensor.cache import cached
 from disttensor.checks import check_sequence
 from disttensor.comm import compare_collectives
-from disttensor.comm.places import GradMemory
-from disttensor.comm.sums import BucketSlot, start_sums
 from disttensor.comm.work import Work
 from disttensor.core.layout import Axes
 from disttensor.core.mesh import ProcessMesh
 from disttensor.core.spec import DistSpec
+from disttensor.gradients.flat_sum import BucketSlot, start_sums
+from disttensor.gradients.memory import GradMemory, grad_memory_of
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.grad import reduced_spec, set_reduced
-from disttensor.tensor.grad_slot import grad_memory_of
 from disttensor.tensor.reshard import resharded
 from disttensor.tensor.uses import aliases_of_leaf
 

@@ -1,5 +1,5 @@
 """Sums many tensors over a group: large tensors in their own memory, all others in one flat buffer
-that is kept from step to step (``disttensor.comm.places``).
+that is kept from step to step (``disttensor.gradients.memory``).
 
 All ranks know the sizes that decide this. A large tensor is summed in place if only the caller
 holds it. If other code holds the tensor or a view of it, a copy is summed instead.
@@ -15,9 +15,9 @@ import torch
 
 from disttensor.comm import collectives
 from disttensor.comm.groups import Group
-from disttensor.comm.places import FREE, LENT, GradMemory, grad_bucket_of, users
 from disttensor.comm.wire import NATIVE
 from disttensor.comm.work import Work
+from disttensor.gradients.memory import FREE, LENT, GradMemory, grad_bucket_of, users
 from disttensor.torch_private import dispatch_modes
 
 Tensor = torch.Tensor

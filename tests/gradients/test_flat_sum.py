@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils import dlpack
 
 import disttensor as dt
-from disttensor.comm import sums
-from disttensor.tensor.grad_slot import grad_memory_of
+from disttensor.gradients import flat_sum
+from disttensor.gradients.memory import grad_memory_of
 from tests.support.pool import on_ranks
 
 # How somebody holds the memory of a gradient, and the values that this one has.
@@ -56,7 +56,7 @@ def expected() -> list[torch.Tensor]:
 def test_gradients_are_those_of_one_process(who, large):
     net, x = trained(who)
     with (
-        mock.patch.object(sums, "LARGE", 1 if large else 2**40),
+        mock.patch.object(flat_sum, "LARGE", 1 if large else 2**40),
         dt.debugging.record_comms() as log,
     ):
         net(x).sum().backward()
@@ -78,7 +78,7 @@ def test_who_holds_a_gradient_does_not_see_its_sum(name):
     before = weight.grad.to_local().clone()
     keep, values = HOLDERS[name] if name else (lambda g: None, None)
     kept = keep(weight.grad)
-    with mock.patch.object(sums, "LARGE", 1):
+    with mock.patch.object(flat_sum, "LARGE", 1):
         dt.sync_gradients(net)
     torch.testing.assert_close(weight.grad.to_local(), expected()[0], rtol=0, atol=1e-12)
     assert (weight.grad.to_local().data_ptr() == at) is (name is None)
@@ -103,7 +103,7 @@ def test_a_gradient_that_nobody_holds_keeps_its_place(who):
 def test_a_gradient_that_is_shown_while_it_waits_is_not_written_to():
     """Under ``accumulate``, the sum so far is what ``p.grad`` has given."""
     net, x = trained("shard_data_parallel")
-    with mock.patch.object(sums, "LARGE", 1):
+    with mock.patch.object(flat_sum, "LARGE", 1):
         with dt.accumulate(net, last=False, reduce="none"):
             net(x).sum().backward()
         kept = net[0].weight.grad.to_local()
@@ -124,9 +124,9 @@ def test_pieces_in_new_memory_are_padded_with_zeros(monkeypatch: pytest.MonkeyPa
     def empty(numel: int, **how: Any) -> torch.Tensor:
         return torch.full((numel,), float("nan"), **how)
 
-    monkeypatch.setattr(sums.collectives, "all_reduce", all_reduce)
+    monkeypatch.setattr(flat_sum.collectives, "all_reduce", all_reduce)
     monkeypatch.setattr(torch, "empty", empty)
     group: Any = None
     pieces = [torch.ones(2), torch.ones(1, 2)]
-    sums._sum_in_new_memory(pieces, [0, 1], [3, 2], group, torch.float32)
+    flat_sum._sum_in_new_memory(pieces, [0, 1], [3, 2], group, torch.float32)
     assert sent == [[1, 1, 0, 1, 1]] and [p.shape for p in pieces] == [(2,), (1, 2)]

@@ -24,23 +24,22 @@ import torch
 from disttensor.comm import buffers, collectives, objects
 from disttensor.comm.buffers import constants
 from disttensor.comm.collectives import start_async
-from disttensor.comm.sums import BucketSlot, start_sums
 from disttensor.comm.wire import factors
 from disttensor.comm.work import Work, finished
 from disttensor.core.layout import Axes
-from disttensor.fsdp.bucket import BucketLayout, pack
-from disttensor.fsdp.param import FSDPParam
+from disttensor.gradients.accumulate import GradAccumulator
+from disttensor.gradients.flat_sum import BucketSlot, start_sums
+from disttensor.gradients.memory import grad_memory_of
+from disttensor.gradients.rows import BucketLayout, pack
 from disttensor.tensor.grad import reduced_spec
-from disttensor.tensor.grad_slot import grad_memory_of
 from disttensor.tensor.reshard import resharded
 
 Tensor = torch.Tensor
+Params = Sequence[GradAccumulator]
 Reduction = Generator[Work[Any], None, None]
 
 
-def reductions(
-    params: Sequence[FSDPParam], *, scatter: bool, last: bool, custom: Any = None
-) -> list[Reduction]:
+def reductions(params: Params, *, scatter: bool, last: bool, custom: Any = None) -> list[Reduction]:
     """Returns the reductions of the gradients of these parameters: one generator for all sharded
     ones, and one for each set of axes of others.
 
@@ -49,13 +48,13 @@ def reductions(
              Partial on them
     custom   the user's reduce-scatter
     """
-    kinds: dict[tuple[Any, ...], list[FSDPParam]] = {}
+    kinds: dict[tuple[Any, ...], list[GradAccumulator]] = {}
     for param in params:
         if param.sharded_param.requires_grad:
             key = param.pending_axes(), param.axis, param.spec.dtype, param.reduce_dtype
             kinds.setdefault((*key, param.divisible), []).append(param)
     out: list[Reduction] = []
-    together: dict[Any, list[tuple[Axes, list[FSDPParam]]]] = {}
+    together: dict[Any, list[tuple[Axes, list[GradAccumulator]]]] = {}
     for (axes, axis, _, wire, divisible), members in kinds.items():
         if not axes:
             _accumulate_complete(members)
@@ -69,7 +68,7 @@ def reductions(
     return [_reduce_scatter(g, axis, last, wire, custom) for (axis, wire, _), g in scattered] + out
 
 
-def accumulate_in_graph(params: Sequence[FSDPParam], *, last: bool) -> None:
+def accumulate_in_graph(params: Params, *, last: bool) -> None:
     """Reduces each gradient on its own, differentiably, after backward(create_graph=True).
 
     Raises RuntimeError, on all ranks, if some of them have no gradient of a parameter, or if a hook
@@ -101,7 +100,7 @@ def accumulate_in_graph(params: Sequence[FSDPParam], *, last: bool) -> None:
                 )
 
 
-def make_groups(params: Sequence[FSDPParam], *, scatter: bool) -> None:
+def make_groups(params: Params, *, scatter: bool) -> None:
     """Makes the groups that reductions of these parameters need. All ranks of a group must take
     part. They do in a forward, which runs in program order; in a backward, another rank may already
     wait elsewhere."""
@@ -116,7 +115,7 @@ def make_groups(params: Sequence[FSDPParam], *, scatter: bool) -> None:
                 mesh.group(over, purpose)
 
 
-def _accumulate_complete(params: Sequence[FSDPParam]) -> list[Tensor | None]:
+def _accumulate_complete(params: Params) -> list[Tensor | None]:
     """Accumulates gradients that are complete on every rank, without communication, and returns the
     pending ones."""
     out = []
@@ -131,7 +130,7 @@ def _accumulate_complete(params: Sequence[FSDPParam]) -> list[Tensor | None]:
     return out
 
 
-def _pop_grads(params: Sequence[FSDPParam]) -> tuple[list[Tensor], list[float]]:
+def _pop_grads(params: Params) -> tuple[list[Tensor], list[float]]:
     """Returns the contributions of this rank, zeros for missing ones, and 1.0 or 0.0 for each."""
     grads = _accumulate_complete(params)
     present = [float(grad is not None) for grad in grads]
@@ -147,7 +146,12 @@ class _ReduceBucket:
     """
 
     def __init__(
-        self, params: Sequence[FSDPParam], axes: Axes, axis: int, last: bool, dtype: torch.dtype
+        self,
+        params: Params,
+        axes: Axes,
+        axis: int,
+        last: bool,
+        dtype: torch.dtype,
     ) -> None:
         mesh = params[0].spec.mesh
         self.params, self.mesh = params, mesh
@@ -196,7 +200,7 @@ class _ReduceBucket:
 
 @torch.no_grad()
 def _reduce_scatter(
-    groups: Sequence[tuple[Axes, Sequence[FSDPParam]]], axis: int, last: bool, dtype: torch.dtype,
+    groups: Sequence[tuple[Axes, Params]], axis: int, last: bool, dtype: torch.dtype,
     custom: Any,
 ) -> Reduction:  # fmt: skip
     """Runs one reduce-scatter over ``axis``; then reduces over each set of remaining axes."""
@@ -228,9 +232,7 @@ def _reduce_scatter(
 
 
 @torch.no_grad()
-def _slice(
-    params: Sequence[FSDPParam], axes: Axes, axis: int, last: bool, dtype: torch.dtype
-) -> Reduction:
+def _slice(params: Params, axes: Axes, axis: int, last: bool, dtype: torch.dtype) -> Reduction:
     """Cuts gradients that are complete over ``axis``; then reduces over the other axes."""
     bucket = _ReduceBucket(params, axes, axis, last, dtype)
     row = bucket.own_row(dtype)
@@ -240,7 +242,7 @@ def _slice(
 
 
 @torch.no_grad()
-def _all_reduce(params: Sequence[FSDPParam], axes: Axes, dtype: torch.dtype) -> Reduction:
+def _all_reduce(params: Params, axes: Axes, dtype: torch.dtype) -> Reduction:
     """Reduces over all axes at once."""
     mesh = params[0].spec.mesh
     grads, present = _pop_grads(params)
@@ -257,7 +259,7 @@ def _all_reduce(params: Sequence[FSDPParam], axes: Axes, dtype: torch.dtype) -> 
 
 
 def _accumulate(
-    params: Sequence[FSDPParam],
+    params: Params,
     pieces: Sequence[Tensor],
     axes: Axes,
     present: Sequence[float],

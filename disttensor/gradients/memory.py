@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
+from disttensor.tensor.grad_slot import grad_slot
 from disttensor.torch_private import storage_users, tensor_users
 
 Tensor = torch.Tensor
@@ -81,6 +83,15 @@ class GradMemory:
         ):
             place[i].copy_(grad)
             leaf.grad = place[i]
+
+
+def grad_memory_of(x: Any) -> GradMemory:
+    """Returns the memory of the gradient of the DistTensor x."""
+    slot = grad_slot(x)
+    if slot.memory is None:
+        slot.memory = GradMemory()
+    memory: GradMemory = slot.memory
+    return memory
 
 
 def grad_bucket_of(

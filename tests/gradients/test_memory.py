@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import disttensor as dt
-from disttensor.comm import places
-from disttensor.comm.places import GradBucket, GradMemory, grad_bucket_of
-from tests.comm.test_sums import HOLDERS
+from disttensor.gradients import memory as grad_memory
+from disttensor.gradients.memory import GradBucket, GradMemory, grad_bucket_of
+from tests.gradients.test_flat_sum import HOLDERS
 from tests.support.pool import on_ranks
 
 SHAPES = [torch.Size((2, 3)), torch.Size((0,)), torch.Size(())]
@@ -261,7 +261,7 @@ def test_who_holds_a_gradient_of_an_earlier_step_keeps_it(how: str, name: str) -
     ours, theirs, kept = sgd(net), sgd(plain), []
     keep, values = HOLDERS.get(name, (lambda g: g, lambda kept: kept.to_local()))
     with mock.patch.object(
-        places.GradBucket, "release", autospec=True, side_effect=GradBucket.release
+        grad_memory.GradBucket, "release", autospec=True, side_effect=GradBucket.release
     ) as left:
         for _ in range(5):
             step(plain, rows(), theirs)
@@ -284,7 +284,7 @@ def test_who_holds_a_gradient_before_the_step_does_not_see_its_sum(name: str) ->
     step(net, x, opt)
     keep, values = HOLDERS[name]
     with mock.patch.object(
-        places.GradBucket, "release", autospec=True, side_effect=GradBucket.release
+        grad_memory.GradBucket, "release", autospec=True, side_effect=GradBucket.release
     ) as left:
         for _ in range(3):
             opt.zero_grad()
