@@ -39,7 +39,7 @@ LINES = {
     "data": 760,
     "dispatch": 2_589,
     "experts": 656,
-    "fsdp": 3_170,
+    "fsdp": 3_227,
     "gradients": 1_063,
     "graphs": 1_427,
     "hangs": 558,

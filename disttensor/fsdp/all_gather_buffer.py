@@ -23,14 +23,15 @@ Tensor = torch.Tensor
 
 
 class AllGatherBuffer:
-    """The memory of the unsharded parameters of one dtype (and one group of ranks). ``is_brief``:
-    few segments are gathered at once, so freed memory is kept for the next segment."""
+    """The memory of the unsharded parameters of one dtype (and one group of ranks).
+    ``uses_memory_pool``: few segments are gathered at once, so freed memory is kept for the next
+    segment."""
 
     def __init__(
         self, params: Sequence[FSDPParam], dtype: torch.dtype, group: Group | None, *,
-        is_brief: bool,
+        uses_memory_pool: bool,
     ) -> None:  # fmt: skip
-        self.params, self.group, self.is_brief = params, group, is_brief
+        self.params, self.group, self.uses_memory_pool = params, group, uses_memory_pool
         self.layout = BucketLayout([p.rows_shape for p in params], group.size if group else 1)
         device = params[0].spec.mesh.device
         self.memory = torch.empty(self.layout.n * self.layout.total, dtype=dtype, device=device)
@@ -113,7 +114,7 @@ class AllGatherBuffer:
         if self._arriving is not None:
             self._wait()
         storage = self.memory.untyped_storage()
-        if self.is_brief:
+        if self.uses_memory_pool:
             buffers.drain(storage)
         else:
             storage.resize_(0)
@@ -122,7 +123,7 @@ class AllGatherBuffer:
 
     def _allocate(self) -> None:
         storage = self.memory.untyped_storage()
-        if not self.is_brief:
+        if not self.uses_memory_pool:
             storage.resize_(self.nbytes)
         elif not storage.nbytes():
             buffers.fill(storage, self.nbytes)

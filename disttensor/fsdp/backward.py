@@ -11,28 +11,16 @@ reduces all other segments.
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable
-from enum import Enum
 from typing import Any
 
 import torch
 
 from disttensor.comm.work import Work
 from disttensor.fsdp.segment import Segment
+from disttensor.fsdp.states import ReduceState, SegmentBackward
 from disttensor.gradients.reduce import Reduction
-
-# LATE: a gradient has arrived after the reduction had started; it is reduced at the end.
-ReduceState = Enum("ReduceState", "COLLECTING READY REDUCING LATE")
-
-
-class SegmentBackward:
-    """A segment in one backward."""
-
-    def __init__(self) -> None:
-        self.state = ReduceState.COLLECTING
-        self.to_leave = 0  # forwards whose nodes have not all run
-        self.arrived: set[int] = set()  # leaves that have their gradient
 
 
 class ReduceOrder:
@@ -47,20 +35,25 @@ class ReduceOrder:
     ) -> None:
         self.id, self.reduce, self.bounded = id, reduce, bounded
         self.keeps_graph = torch.is_grad_enabled()  # create_graph=True
-        self.planned: defaultdict[Segment, SegmentBackward] = defaultdict(SegmentBackward)
+        self.planned: dict[Segment, SegmentBackward] = {}
         self.entered: dict[Segment, SegmentBackward] = {}
         self.together: set[int] = set()  # ``companions`` that are in ``order``, by identity
         self.order: list[tuple[int, int, Segment]] = []  # a heap: the segments to start next
         self.running: deque[tuple[Reduction, Work[Any]]] = deque()
 
+    def of(self, segment: Segment) -> SegmentBackward:
+        if segment not in self.planned:
+            self.planned[segment] = SegmentBackward(segment.last)
+        return self.planned[segment]
+
     def plan(self, segment: Segment) -> None:
         """Counts a forward of the segment that the backward will enter and leave."""
-        self.planned[segment].to_leave += 1
+        self.of(segment).to_leave += 1
 
     def begin(self, segment: Segment) -> None:
         if segment not in self.entered:
-            self.entered[segment] = self.planned[segment]
-            companions = segment.companions
+            self.entered[segment] = self.of(segment)
+            companions = self.of(segment).companions
             if id(companions) not in self.together:
                 self.together.add(id(companions))
                 self._enqueue(companions)
@@ -79,17 +72,16 @@ class ReduceOrder:
         if one.state in (ReduceState.REDUCING, ReduceState.LATE):
             one.state = ReduceState.LATE
             return
-        expected, arrived = segment.expected, one.arrived
-        if expected and len(arrived) >= len(expected) and expected <= arrived:
+        if one.expected and len(one.arrived) >= len(one.expected) and one.expected <= one.arrived:
             self._launch(one)
 
     def leave(self, segment: Segment, launch: bool) -> None:
         """Leaves a forward. The first backward does not know the number of gradients: all have
         arrived when it has left every forward, unless ``launch`` is False."""
-        one = self.planned[segment]
+        one = self.of(segment)
         one.to_leave -= 1
         is_waiting = one.state in (ReduceState.COLLECTING, ReduceState.READY)
-        if launch and is_waiting and not segment.expected and not one.to_leave:
+        if launch and is_waiting and not one.expected and not one.to_leave:
             self._launch(one)
 
     def _launch(self, ready: SegmentBackward) -> None:
@@ -97,7 +89,7 @@ class ReduceOrder:
         ready.state = ReduceState.READY
         while self.order:
             segment = self.order[0][-1]
-            state = self.planned[segment].state
+            state = self.of(segment).state
             if state is ReduceState.COLLECTING:
                 break
             if state is ReduceState.READY:
@@ -105,7 +97,7 @@ class ReduceOrder:
             heapq.heappop(self.order)
 
     def start(self, segment: Segment) -> None:
-        self.planned[segment].state = ReduceState.REDUCING
+        self.of(segment).state = ReduceState.REDUCING
         most = segment.options.most_reductions
         while self.running and (
             self.running[0][1].done() or (self.bounded and len(self.running) >= most)
@@ -130,12 +122,9 @@ class ReduceOrder:
             for steps in self.reduce(segment) if late else ():
                 self._advance(steps)
         self.drain()
-        came = {s: one.arrived for s, one in self.entered.items() if one.arrived}
-        for segment, leaves in came.items():  # else its gradients may be deferred to a later one
-            segment.expected = frozenset(leaves)
-        together = dict.fromkeys(s for s in came if not s.copied)
-        for segment in together:
-            segment.companions = together
+        came = dict.fromkeys(s for s, one in self.entered.items() if one.arrived and not s.copied)
+        for segment in came:
+            self.entered[segment].companions = came
 
     def drain(self) -> None:
         """Finishes started reductions, also after an error. Some may be over, depending on the

@@ -79,8 +79,9 @@ def unshard(module: nn.Module) -> Iterator[None]:
         for segment in engine.segments
         if any(id(p.sharded_param) in params for p in segment.params)
     ]
+    pin = object()
     for segment in found:
-        segment.unsharded += 1
+        segment.pins.add(pin)
     try:
         for segment in found:
             segment.start_gather()
@@ -89,7 +90,7 @@ def unshard(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         for segment in found:
-            segment.unsharded -= 1
+            segment.pins.discard(pin)
             if not segment.is_visible and not segment.busy:
                 segment.free()
 

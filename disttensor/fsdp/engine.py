@@ -6,7 +6,8 @@
     before its backward   gather the segment, start the next all-gather in the opposite order
     after its backward    free the memory, reduce the gradients
 
-The order of the last forward predicts the next segment.
+The order of the last forward predicts the next segment. ``disttensor.fsdp.states`` lists the states
+of a segment.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from disttensor.fsdp import graph_hooks
 from disttensor.fsdp.backward import ReduceOrder
 from disttensor.fsdp.own_arguments import RefuseOwn, compare_arguments
 from disttensor.fsdp.param import FSDPParam, is_borrowed
-from disttensor.fsdp.segment import Segment, ShardState
+from disttensor.fsdp.segment import Segment
+from disttensor.fsdp.states import Pin, ReduceState, ShardState
 from disttensor.fsdp.unseen import outside_user_modes
 from disttensor.gradients.memory import GradMemory, grad_memory_of
 from disttensor.gradients.reduce import Reduction, accumulate_in_graph, make_groups, reductions
@@ -67,13 +69,11 @@ class Engine:
         self.refusal: RefuseOwn | None = None  # while a forward runs with a batch of its own
         self.calls = 0  # forwards of the root that are on the stack, without recomputations
         self.all_calls = 0
-        self.epoch = 0
-        self.order: list[Segment] = []  # segments in the order of their forwards in this epoch
+        self.epoch = 0  # number of forwards of the root so far
+        self.order: dict[Segment, None] = {}  # in the order of their forwards in this epoch
         self.last_order: list[Segment] = []  # the same for the previous epoch
         self.backward: ReduceOrder | None = None
-        self.held: set[Segment] = set()  # not freed before the backward ends
         self.param_ids = {id(p.sharded_param) for s in segments for p in s.params}
-        self.deferred: set[Segment] = set()  # gradients wait for the last micro-batch
         _ENGINES[id(self)] = self
         if _follow_start not in callbacks.before_start:  # only now: it slows each backward
             callbacks.before_start.append(_follow_start)
@@ -122,7 +122,7 @@ class Engine:
             handle.remove()
         for segment in self.all:
             if self.root() in segment.modules:  # it is now a segment in a root
-                segment.free_after_forward = segment.is_brief
+                segment.free_after_forward = segment.uses_memory_pool
         return self.all
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
@@ -167,7 +167,7 @@ class Engine:
             graph_hooks.forget()
             self.calls += 1
             self.epoch += 1
-            self.last_order, self.order = self.order or self.last_order, []
+            self.last_order, self.order = list(self.order) or self.last_order, {}
         self.all_calls += 1
 
     def _begin_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -196,8 +196,6 @@ class Engine:
             self._drop_forwards(module)
         if not is_read:
             self._begin_forward(segment, module, args)
-        if not is_recompute and torch.is_grad_enabled():
-            segment.forward.is_open = True
 
     @outside_user_modes
     def _begin_forward(self, segment: Segment, module: nn.Module, args: Any) -> None:
@@ -207,9 +205,9 @@ class Engine:
         different times on different ranks."""
         if not segment.is_visible:
             is_recompute = current_backward() != -1
-            if not is_recompute and segment.epoch != self.epoch:
-                segment.epoch, segment.position = self.epoch, len(self.order)
-                self.order.append(segment)
+            if not is_recompute and segment not in self.order:
+                segment.position = len(self.order)
+                self.order[segment] = None
             segment.finish_gather()
             segment.show_params()
             if not is_recompute:
@@ -226,6 +224,7 @@ class Engine:
         self.calls = self.all_calls = 0
         for segment in self.all:
             segment.forward.drop()
+            segment.pins.discard(Pin.BACKWARD)
             callbacks.recompute_contexts.pop(segment, None)
             if segment.is_visible:
                 segment.free()
@@ -240,7 +239,7 @@ class Engine:
         if current_backward() != -1:
             if torch.is_grad_enabled() and self._keep_to_the_end(segment):
                 return None
-            used = forward.running or segment in self.held
+            used = forward.running or Pin.BACKWARD in segment.pins
             entered = self.backward is None or segment in self.backward.entered
             if segment.free_after_forward and not used and not entered:
                 segment.free()
@@ -291,7 +290,7 @@ class Engine:
                 self._hook_leaves(segment)
         for segment in self.segments:
             if segment.copied and not segment.forward.running:
-                if segment.is_visible or segment.forward.is_open:
+                if segment.is_visible or segment.busy:
                     self._close(segment)
                 elif segment.state is not ShardState.GATHERED:
                     segment.free()  # prefetched, and not used
@@ -371,7 +370,8 @@ class Engine:
         if segment.buffers:
             if segment.options.unshard_in_backward:
                 segment.finish_gather()
-                segment.kept |= backward.keeps_graph
+                if backward.keeps_graph:
+                    segment.pins.add(Pin.GRAPH)
                 segment.show_params()
 
             def comes(s: Segment) -> bool:
@@ -401,7 +401,7 @@ class Engine:
         of the segment itself."""
         if recompute_around(current_run()) is not None:
             return False
-        self.held.add(segment)
+        segment.pins.add(Pin.BACKWARD)
         return True
 
     def _enter_uncopied(self) -> None:
@@ -411,9 +411,9 @@ class Engine:
     @outside_user_modes
     def _leave(self, segment: Segment) -> None:
         backward = self._current_backward()
-        held = segment in self.held
+        held = Pin.BACKWARD in segment.pins
         backward.leave(segment, launch=not held)
-        is_over = not backward.planned[segment].to_leave  # all nodes that need it have run
+        is_over = not backward.of(segment).to_leave  # all nodes that need it have run
         if segment.is_visible and not segment.busy and not held and is_over:
             segment.end_backward()
 
@@ -443,26 +443,26 @@ class Engine:
                 for segment in backward.in_order() if backward.keeps_graph else ():
                     last = _join(context, segment.options.context).is_last
                     accumulate_in_graph(segment.params, last=last)
-                self._defer(backward, context)
+                self._record(backward, context)
         finally:
             self._end(backward)
 
-    def _defer(self, backward: ReduceOrder, context: BackwardContext) -> None:
-        """Defers the reduction of entered segments to the last micro-batch. Micro-batches may reach
-        different parameters: the last backward may not enter all deferred segments."""
-        for segment in backward.entered:
-            if _join(context, segment.options.context).is_last:
-                self.deferred.discard(segment)
-                continue
-            self.deferred.add(segment)
+    def _record(self, backward: ReduceOrder, context: BackwardContext) -> None:
+        """Records what the backward has reached, and defers reductions to the last micro-batch.
+        Micro-batches may reach different parameters: the last backward may not enter all deferred
+        segments."""
+        for segment, one in backward.entered.items():
+            is_last = _join(context, segment.options.context).is_last
+            one.state = ReduceState.DONE if is_last else ReduceState.DEFERRED
+            segment.last = one
             for param in segment.copied:
-                if param.collects:
+                if param.collects and not is_last:
                     param.collect()
 
     def _end(self, backward: ReduceOrder) -> None:
         self.backward = None
-        self.held.clear()
         for segment in self.segments:
+            segment.pins.discard(Pin.BACKWARD)
             is_unused = segment.state is not ShardState.GATHERED
             if not segment.busy and (segment in backward.entered or is_unused):
                 segment.end_backward()
@@ -471,11 +471,15 @@ class Engine:
     def flush(self) -> None:
         """Reduces the deferred segments, in one order on all ranks, when an accumulation ends or
         gradients are about to be read."""
-        for segment in sorted(self.deferred, key=lambda s: s.index):
+        for segment in self.deferred():
             for steps in self._reductions(segment, last=True):
                 for work in steps:
                     work.wait()
-            self.deferred.discard(segment)
+            segment.last.state = ReduceState.DONE
+
+    def deferred(self) -> list[Segment]:
+        """Returns the segments whose gradients wait for the last micro-batch."""
+        return [s for s in self.segments if s.last.state is ReduceState.DEFERRED]
 
     def reset(self) -> None:
         """Drops what a forward or a backward that failed has left, and unreduced gradients."""
@@ -488,7 +492,7 @@ class Engine:
                     leaf.grad = None if axes else leaf.grad
             if not segment.busy:
                 segment.free(always=True)
-        self.deferred.clear()
+            segment.last.state = ReduceState.DONE
 
     def run_hooks(self) -> None:
         params = [p for s in self.segments for p in s.params]
@@ -537,7 +541,7 @@ def engines() -> list[Engine]:
 def flush(params: Sequence[Any]) -> None:
     """Reduces the deferred gradients of ``params`` before they are read."""
     for engine in engines():
-        if engine.deferred and not engine.param_ids.isdisjoint(map(id, params)):
+        if engine.deferred() and not engine.param_ids.isdisjoint(map(id, params)):
             engine.flush()
             engine.run_hooks()
 

@@ -146,7 +146,7 @@ def shard_data_parallel(
         brief = not persist and reshard_after_forward
         return Segment(
             spec.name, spec.modules, [param_of(value) for value in spec.params], persist=persist,
-            free_after_forward=brief and module not in spec.modules, is_brief=brief,
+            free_after_forward=brief and module not in spec.modules, uses_memory_pool=brief,
         )  # fmt: skip
 
     made = module.__dict__[SEGMENTS] = [segment_of(spec) for spec in specs]

@@ -20,6 +20,7 @@ from torch import nn
 
 from disttensor.autograd.joined_backward import run_after_failure
 from disttensor.autograd.starts import graph_count, node_count
+from disttensor.fsdp.states import ForwardState
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.torch_private import (
     after_backward,
@@ -40,7 +41,6 @@ class SegmentForward:
 
     running  modules whose forwards are on the stack.
     ran      modules whose forwards have ended since the last ``close``.
-    is_open  from the start to the end of a forward with grad enabled.
     numbers  (its first number, the number after its last) of each forward, by ``node_count``. Old
              entries are merged: a backward through such a graph may enter the segment needlessly.
     plan     called for each forward that a backward will enter, then ``enter`` and ``leave``.
@@ -52,10 +52,15 @@ class SegmentForward:
         self.plan, self.enter, self.leave = plan, enter, leave
         self.running: list[nn.Module] = []
         self.ran: set[nn.Module] = set()
-        self.is_open = False
         self.numbers: dict[int, list[tuple[int, int]]] = {}
         self._begun: dict[int, list[int]] = {}
         self._made_nodes = False
+
+    @property
+    def state(self) -> ForwardState:
+        if self.running:
+            return ForwardState.RUNNING
+        return ForwardState.BETWEEN if self.ran else ForwardState.IDLE
 
     def begin(self, module: nn.Module) -> None:
         self.running.append(module)
@@ -84,7 +89,7 @@ class SegmentForward:
 
     def close(self) -> bool:
         """Ends the forwards between two uses; returns True if they made nodes."""
-        made, self._made_nodes, self.is_open = self._made_nodes, False, False
+        made, self._made_nodes = self._made_nodes, False
         self.ran.clear()
         return made
 

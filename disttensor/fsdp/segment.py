@@ -1,13 +1,9 @@
 """A segment: the parameters of some modules that are gathered and reduced together.
 
 There is one all-gather for each dtype and shard axis. At stage 3 it precedes each use, and the
-unsharded parameters are freed afterwards.
-
-    SHARDED --start_gather--> GATHERING --finish_gather--> GATHERED --show_params--> VISIBLE
-
-While a segment is VISIBLE its modules hold the unsharded parameters, otherwise the sharded ones.
-``free`` leads back to SHARDED; with ``persist`` only to GATHERED. Off the mesh nothing is gathered:
-the modules show metadata of unsharded parameters, as their layouts decide the layouts of results.
+unsharded parameters are freed afterwards (see ``disttensor.fsdp.states``). Off the mesh nothing is
+gathered: the modules show metadata of unsharded parameters, as their layouts decide the layouts of
+results.
 """
 
 from __future__ import annotations
@@ -17,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -28,13 +23,13 @@ from disttensor.autograd.accumulation import ONLY, BackwardContext
 from disttensor.fsdp.all_gather_buffer import AllGatherBuffer
 from disttensor.fsdp.graph_hooks import SegmentForward
 from disttensor.fsdp.param import FSDPParam
+from disttensor.fsdp.states import ForwardState, Pin, SegmentBackward, ShardState
 from disttensor.meta import execute
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.grad_slot import grad_slot
 from disttensor.torch_private import storage_id
 
 Tensor = torch.Tensor
-ShardState = Enum("ShardState", "SHARDED GATHERING GATHERED VISIBLE")
 
 
 @dataclass
@@ -72,22 +67,21 @@ class Segment:
     persist             True if gathered parameters stay until they change (stages 1 and 2, or
                         modules on several meshes).
     free_after_forward  True if they are freed after the forward, and gathered for the backward.
-    is_brief            True if freed memory returns to a pool, for the next segment.
+    uses_memory_pool    True if freed memory returns to a pool, for the next segment.
     """
 
     def __init__(
         self, name: str, modules: Sequence[nn.Module], params: Sequence[FSDPParam], *,
-        persist: bool, free_after_forward: bool, is_brief: bool,
+        persist: bool, free_after_forward: bool, uses_memory_pool: bool,
     ) -> None:  # fmt: skip
         self.name, self.modules, self.params = name, tuple(modules), tuple(params)
         self.persist, self.free_after_forward = persist, free_after_forward
-        self.is_brief = is_brief
+        self.uses_memory_pool = uses_memory_pool
         # Parameters whose unsharded tensor is a copy of its own: they are sharded, or cast.
         self.copied = [p for p in params if p.spec is not p.sharded_param.spec]
         self.is_on_mesh = params[0].sharded_param.is_initialized
         self.state = ShardState.SHARDED
-        self.kept = False  # stays gathered until the values change: set by create_graph=True
-        self.unsharded = 0  # number of ``unshard`` contexts that keep it gathered
+        self.pins: set[object] = set()  # a Pin, or an ``unshard`` context: why it stays gathered
         self.options = SegmentOptions()
         kinds: dict[Any, list[FSDPParam]] = {}
         for param in self.copied:
@@ -101,19 +95,18 @@ class Segment:
         for (dtype, axis), members in kinds.items():
             mesh = members[0].spec.mesh
             group = None if axis is None else mesh.group((axis,), "gather")
-            self.buffers.append(AllGatherBuffer(members, dtype, group, is_brief=is_brief))
+            self.buffers.append(
+                AllGatherBuffer(members, dtype, group, uses_memory_pool=uses_memory_pool)
+            )
         bucket = object()
         for param in params:
             grad_slot(param.sharded_param).bucket = bucket
         self.index = 0  # among the segments of the module
         self.position = 0  # in the order in which forwards begin
-        self.epoch = -1  # number of the root's forward in which ``position`` was set
         self.forward: SegmentForward  # set by the engine
         self.engine: Any  # a weak reference to the engine
         self.leaves: list[str] = []  # the parameter of each leaf that collects gradients
-        self.expected: frozenset[int] = frozenset()  # leaves that the last backward reached
-        # If ``copied`` is empty: segments that received gradients in the same backward.
-        self.companions: dict[Segment, None] = {}
+        self.last = SegmentBackward()  # in the last backward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Segment:
         """Returns a segment of copies of its modules, not gathered."""
@@ -124,7 +117,7 @@ class Segment:
             deepcopy(self.params, memo),
             persist=self.persist,
             free_after_forward=self.free_after_forward,
-            is_brief=self.is_brief,
+            uses_memory_pool=self.uses_memory_pool,
         )
         for copied, buffer in zip(new.buffers, self.buffers, strict=True):
             copied.custom = buffer.custom
@@ -155,14 +148,15 @@ class Segment:
     @property
     def busy(self) -> bool:
         """True if a forward of it is on the stack, or between two of its modules."""
-        return bool(self.forward.running) or self.forward.is_open
+        return self.forward.state is not ForwardState.IDLE
 
     def start_gather(self) -> None:
         """Starts the all-gather, unless the memory holds the present values."""
         if self.state is ShardState.GATHERED:  # values that persist may be out of date
             old = [buffer for buffer in self.buffers if not buffer.is_current()]
             for buffer in old:
-                buffer.is_gathered = self.kept = False
+                buffer.is_gathered = False
+                self.pins.discard(Pin.GRAPH)
                 self.state = ShardState.SHARDED
         if self.state is ShardState.SHARDED:
             for buffer in self.buffers:
@@ -210,10 +204,10 @@ class Segment:
                 self.hide_params()
 
     def free(self, always: bool = False) -> None:
-        """Hides the parameters and frees their memory, unless it persists. Memory that graphs or
-        ``unshard`` keep is freed only with ``always``."""
+        """Hides the parameters and frees their memory, unless it persists. Memory with a pin is
+        freed only with ``always``."""
         self.hide_params()
-        if not self.persist and (always or not (self.kept or self.unsharded)):
+        if not self.persist and (always or not self.pins):
             for buffer in self.buffers:
                 buffer.free()
             self.state = ShardState.SHARDED

@@ -14,6 +14,7 @@ import disttensor as dt
 from disttensor.fsdp.backward import ReduceOrder
 from disttensor.fsdp.engine import _record_gradient as arrived
 from disttensor.fsdp.segment import SegmentOptions
+from disttensor.fsdp.states import SegmentBackward
 from disttensor.gradients.memory import GradMemory, grad_bucket_of
 from tests.support.micro import batch_of, meshes, net, shard
 from tests.support.pool import on_ranks
@@ -34,12 +35,13 @@ class SlowWork:
 
 
 class AnySegment:
-    expected, copied = frozenset({0}), True
+    copied = True
 
     def __init__(self, position: int, most: int) -> None:
         self.options = SegmentOptions(most_reductions=most)
         self.position = self.index = position
-        self.companions: dict[Any, None] = {}
+        self.last = SegmentBackward()
+        self.last.arrived.add(0)
 
 
 @pytest.mark.parametrize("most", [1, 2, 4])

@@ -14,6 +14,7 @@ from torch import nn
 from disttensor import callbacks
 from disttensor.autograd import accumulation, joined_backward, starts
 from disttensor.fsdp import graph_hooks
+from disttensor.fsdp.states import Pin
 from disttensor.torch_private import (
     count_dispatch_modes,
     count_function_modes,
@@ -88,9 +89,9 @@ def at_rest(model: nn.Module) -> None:
     engine = model.__dict__.get("_data_parallel")
     if engine is None:
         return
-    assert not engine.calls and not engine.all_calls and engine.backward is None and not engine.held
+    assert not engine.calls and not engine.all_calls and engine.backward is None
     for s in engine.segments + engine.off_mesh:
-        assert not s.is_visible and not s.busy and not s.forward.ran, s.name
+        assert not s.is_visible and not s.busy and Pin.BACKWARD not in s.pins, s.name
         assert not any(s.forward._begun.values()), s.name
         for b in s.buffers:
             assert s.persist or not b.is_gathered, s.name
