@@ -73,7 +73,9 @@ def embedding(
     return Factors(
         (ids, ("v", "d")), ((*ids, "d"),), sizes, {"v": "sum"}, linear_terms=({weight.index},),
         local=_local, independent=set(ids),
-        # otherwise the gradient of the result is smaller to sum
+        # A table of positions, added to a split batch, waits in the bucket of all gradients; else
+        # its gradient would be summed alone, in the backward. In larger tables the gradient of the
+        # result is smaller to sum.
         rematerialize=weight.index if math.prod(input.shape) >= v else None,
     )  # fmt: skip
 
