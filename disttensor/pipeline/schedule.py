@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from disttensor.checks import check_int, check_number, check_sequence
 from disttensor.core.mesh import ProcessMesh
@@ -191,7 +191,7 @@ class Schedule:
         of the loop. The order of each stage must be valid on its own (``wrong_in``).
         """
         ticks: list[list[Tick]] = [[] for _ in self.orders]
-        ends: dict[tuple[int, Action], float] = {}
+        clock = Clock(self, transfer)
         ready = deque(range(self.stages))
         while ready:
             stage = ready.popleft()
@@ -199,15 +199,10 @@ class Schedule:
             before = len(row)
             while len(row) < len(order):
                 action = order[len(row)]
-                needs = self.needs(stage, action)
-                if needs is not None and needs not in ends:
+                start = clock.earliest(stage, action)
+                if start is None:
                     break
-                arrival = ends[needs] + transfer * (needs[0] != stage) if needs else 0
-                start = max(arrival, row[-1].end if row else 0)
-                end = start + cost(stage, action)
-                row.append(Tick(action, start, end))
-                if action.kind != "W":  # B or I makes the gradient that is sent on
-                    ends[stage, action._replace(kind=_GOES_ON[action.kind])] = end
+                row.append(Tick(action, start, clock.run(stage, action, cost(stage, action))))
             if len(row) > before:  # the neighbouring virtual stages may go on
                 ready += {(stage - 1) % self.stages, (stage + 1) % self.stages}
         stuck = []
@@ -225,4 +220,37 @@ class Schedule:
         return ticks, stuck
 
 
-_GOES_ON = {"F": "F", "B": "B", "I": "B"}
+class Clock:
+    """The time of each stage of a schedule while it is simulated or searched: what may run, and
+    when. ``free``: the end of the last action of each stage."""
+
+    def __init__(self, schedule: Schedule, transfer: float) -> None:
+        self.free: list[float] = [0] * schedule.stages
+        self._schedule, self._transfer = schedule, transfer
+        self._needs: dict[tuple[int, str, int], Any] = {}
+        self._ends: dict[tuple[int, str, int, int], float] = {}  # stage, F or B, chunk, micro-batch
+
+    def earliest(self, stage: int, action: Action) -> float | None:
+        """Returns when an action could start; None if what it needs has not run."""
+        kind, micro_batch, chunk = action
+        key = stage, kind, chunk
+        if key not in self._needs:
+            self._needs[key] = self._schedule.needs(stage, action)
+        arrival: float = 0
+        if self._needs[key] is not None:
+            there, (before, _, visit) = self._needs[key]
+            end = self._ends.get((there, before, visit, micro_batch))
+            if end is None:
+                return None
+            arrival = end + self._transfer * (there != stage)
+        return max(arrival, self.free[stage])
+
+    def run(self, stage: int, action: Action, cost: float) -> float:
+        """Runs an action as soon as it can start; returns when it ends."""
+        start = self.earliest(stage, action)
+        assert start is not None
+        kind, micro_batch, chunk = action
+        end = self.free[stage] = start + cost
+        if kind != "W":  # B or I makes the gradient that is sent on
+            self._ends[stage, "F" if kind == "F" else "B", chunk, micro_batch] = end
+        return end

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from disttensor.checks import check_int, check_type
 from disttensor.pipeline.action import Action
 from disttensor.pipeline.costs import Costs
-from disttensor.pipeline.schedule import SHAPES, Schedule
+from disttensor.pipeline.schedule import SHAPES, Clock, Schedule
 from disttensor.pipeline.schedules import NAMES
 from disttensor.pipeline.steady import sizes
 from disttensor.progress import bar
@@ -51,9 +51,11 @@ def search(
     tries = [*product((0, 1, stages // 2), (False, True), (False, True), (0.0, 0.5, 1.0))]
     with bar("searching", len(tries), "schedules") as advance:
         for less, forward_first, late_first, patience in tries:
-            wish = _Wish(forward_first, late_first, patience)
+            preference = _Preference(forward_first, late_first, patience)
             smaller = [max(chunks, n - less) for n in limits]
-            rows = _Attempt(costs, smaller, stages, micro_batches, chunks, shape).rows(wish)
+            rows = _GreedyPass(costs, smaller, stages, micro_batches, chunks, shape).rows(
+                preference
+            )
             if rows is not None:
                 found[Schedule(rows, shape)] = None
             advance()
@@ -63,15 +65,14 @@ def search(
     return min(fits, key=lambda s: (costs.span(s), sum(map(s.peak, range(stages)))))
 
 
-class _Wish(NamedTuple):
+class _Preference(NamedTuple):
     forward_first: bool  # before an I that could start as early
     late_first: bool  # the last visit first, of the visits that could start as early
     patience: float  # fraction of its time by which a W may delay another action
 
 
-class _Attempt:
-    """One pass through time. ``ends``: of the actions so far, by stage, F or B, chunk and
-    micro-batch; ``live`` counts the visits that a stage holds."""
+class _GreedyPass:
+    """One pass through time. ``live`` counts the visits that a stage holds."""
 
     def __init__(
         self, costs: Costs, memory_limit: Sequence[int], stages: int, micro_batches: int,
@@ -80,51 +81,46 @@ class _Attempt:
         self.costs, self.memory_limit = costs, memory_limit
         self.micro_batches, self.chunks = micro_batches, chunks
         route = Schedule([[Action("F", 0, chunks - 1)]] * stages, shape)
+        self.clock = Clock(route, costs.transfer)
         self.virtual = [[route.virtual(s, c) for c in range(chunks)] for s in range(stages)]
-        self.free = [0.0] * stages
         self.live = [0] * stages
         self.done = [{(kind, c): 0 for kind in "FI" for c in range(chunks)} for _ in range(stages)]
         self.deferred: list[deque[Action]] = [deque() for _ in range(stages)]
-        self.needs = [
-            {(kind, c): route.needs(s, Action(kind, 0, c)) for kind, c in self.done[s]}
-            for s in range(stages)
-        ]
-        self.ends: dict[tuple[int, str, int, int], float] = {}
         self.made: list[list[Action]] = [[] for _ in range(stages)]
 
-    def rows(self, wish: _Wish) -> list[list[Action]] | None:
+    def rows(self, preference: _Preference) -> list[list[Action]] | None:
         """Returns the order of each stage, or None if no stage can go on in this memory."""
-        for _ in range(3 * self.micro_batches * self.chunks * len(self.free)):
+        for _ in range(3 * self.micro_batches * self.chunks * len(self.made)):
             choices = [
                 (*found, stage)
-                for stage in range(len(self.free))
-                if (found := self._choice(stage, wish)) is not None
+                for stage in range(len(self.made))
+                if (found := self._choice(stage, preference)) is not None
             ]
             if not choices:
                 return None
-            start, action, stage = min(choices, key=lambda choice: (choice[0], choice[2]))
-            self._do(stage, action, start)
+            _, action, stage = min(choices, key=lambda choice: (choice[0], choice[2]))
+            self._run(stage, action)
         return self.made
 
-    def _choice(self, stage: int, wish: _Wish) -> tuple[float, Action] | None:
+    def _choice(self, stage: int, preference: _Preference) -> tuple[float, Action] | None:
         def key(ready: tuple[float, Action]) -> tuple[float, bool, int]:
             start, (kind, _, chunk) = ready
-            visit = -chunk if wish.late_first else chunk
-            return start, (kind == "F") is not wish.forward_first, visit
+            visit = -chunk if preference.late_first else chunk
+            return start, (kind == "F") is not preference.forward_first, visit
 
         best = min(self._ready(stage), key=key, default=None)
         if self.deferred[stage]:
             w = self.deferred[stage][0]
             takes = self.costs.of_action(self.virtual[stage][w.chunk], "W")
-            if best is None or self.free[stage] + takes * (1 - wish.patience) < best[0]:
-                return self.free[stage], w
+            free = self.clock.free[stage]
+            if best is None or free + takes * (1 - preference.patience) < best[0]:
+                return free, w
         return best
 
     def _ready(self, stage: int) -> Iterator[tuple[float, Action]]:
         """Yields the actions other than W that could come next, and when they could start."""
         done = self.done[stage]
-        for (kind, chunk), needs in self.needs[stage].items():
-            m = done[kind, chunk]
+        for (kind, chunk), m in done.items():
             if kind == "F":
                 # later visits of the same micro-batch need memory as well
                 held = self.live[stage] + self.chunks - 1 - chunk
@@ -132,25 +128,18 @@ class _Attempt:
                     continue
             elif m >= done["F", chunk]:
                 continue
-            arrival = 0.0
-            if needs is not None:
-                other, (before, _, visit) = needs
-                end = self.ends.get((other, before, visit, m))
-                if end is None:
-                    continue
-                arrival = end + self.costs.transfer * (other != stage)
-            yield max(arrival, self.free[stage]), Action(kind, m, chunk)
+            start = self.clock.earliest(stage, Action(kind, m, chunk))
+            if start is not None:
+                yield start, Action(kind, m, chunk)
 
-    def _do(self, stage: int, action: Action, start: float) -> None:
-        kind, m, chunk = action
-        end = start + self.costs.of_action(self.virtual[stage][chunk], kind)
-        self.free[stage] = end
+    def _run(self, stage: int, action: Action) -> None:
+        kind, _, chunk = action
+        self.clock.run(stage, action, self.costs.of_action(self.virtual[stage][chunk], kind))
         self.made[stage].append(action)
         if kind == "W":
             self.deferred[stage].popleft()
             self.live[stage] -= 1
             return
-        self.ends[stage, "F" if kind == "F" else "B", chunk, m] = end
         self.done[stage][kind, chunk] += 1
         if kind == "I":
             self.deferred[stage].append(action._replace(kind="W"))
