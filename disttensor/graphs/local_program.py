@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,9 +20,10 @@ from disttensor.cache import Cache
 from disttensor.comm import collectives
 from disttensor.errors import name_of
 from disttensor.graphs.late_waits import with_late_waits
-from disttensor.graphs.opaque_call import OPERATORS, identities, opaque, traced_call
+from disttensor.graphs.opaque_call import OPERATORS, identities, opaque
 from disttensor.graphs.traced_comm import (
     REFUSED,
+    Way,
     number_of,
     register,
     traced_gather,
@@ -33,8 +34,9 @@ from disttensor.graphs.traced_comm import (
 from disttensor.progress import say
 from disttensor.settings import snapshot
 from disttensor.torch_private import is_untraceable, keep_versions, mark_parameter
+from disttensor.trace.expression import Apply, Constant, Name, define, names, show_line
 from disttensor.trace.record import Program, in_mode
-from disttensor.trace.tape import Line, LineCall, LineKind, call_text, define, tensors_in, variables
+from disttensor.trace.tape import Line, LineKind
 from reshard import cross_mesh
 
 Tensor = torch.Tensor
@@ -43,11 +45,16 @@ Function = Callable[..., Any]
 _BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _OURS = {"disttensor", "ops", "reshard"}
 _LINE = re.compile(r'"<replay>", line (\d+), in local')
-_NAME = re.compile(r"\b[cf]\d+\b")
-_OWN = re.compile(r"\bp\d+\b")  # a source that is no argument
-_STARTED = re.compile(r"\(\d+, True\)")  # a Way
 _STATISTICS = {torch.batch_norm, torch.nn.functional.batch_norm}  # they write to some arguments
 _functions: Cache[Any, Any] = Cache(256)  # text and values -> (LocalFunction, the values)
+
+
+class Statement(NamedTuple):
+    """A line of a compiled function: an assignment, in a grad mode if one is given."""
+
+    target: Any
+    value: Apply
+    grad: bool | None
 
 
 class LocalFunction:
@@ -92,28 +99,33 @@ def compiled(
     graph ends to ``breaks``. ``kind``: of the call, which a line names when it is compiled."""
     register(OPERATORS)
     scope = dict(program.run.__globals__)
-    reads = [line.text for line in program.lines if line.kind is LineKind.READ]
-    lines = [line for line in program.lines if line.kind is LineKind.CALL]
-    calls = [line.call for line in lines if line.call is not None]
-    end = [LineKind.WRITE, LineKind.MAKE]
-    makes = [line.text for kind in end for line in program.lines if line.kind is kind]
-    made = {name for line in lines for name in line.makes}
-    given = sorted({v for line in lines for v in tensors_in(line.text)} - made)
-    needed = sorted({v for text in [*makes, program.result] for v in variables(text)} & made)
+    of = {kind: [line for line in program.lines if line.kind is kind] for kind in LineKind}
+    reads, lines = of[LineKind.READ], of[LineKind.CALL]
+    makes = of[LineKind.WRITE] + of[LineKind.MAKE]
+    made = {name for line in lines for name in line.makes()}
+    given = sorted({name for line in lines for name in line.reads()} - made)
+    used = {name for line in makes for name in line.reads()} | {*names(program.result, Name)}
+    needed = tuple(sorted(used & made))
     found: dict[str, None] = {}
-    body = [_traced_text(call, scope, found) for call in calls]
-    results = "".join(f"{name}, " for name in needed)
-    text = _function("local", given, body, f"({results})")
+    body = [_traced(line, scope, found) for line in lines]
+    calls = [line.call for line in lines if line.call is not None]
     metas = {name: meta for call in calls for name, meta in call.given.items() if name in given}
     device = next((m.device.type for m in metas.values()), "cpu")
-    form = text, tuple(metas.items()), snapshot(device)
-    owned = {v for text in reads if _OWN.search(text) for v in tensors_in(text)}
-    local = _local_function(form, [_named(c.func) for c in calls], scope, found, backend, options)
-
+    form = tuple(metas.items()), snapshot(device)
+    owned = {
+        name
+        for line in reads
+        if not {*line.reads()} <= {*program.parameters}
+        for name in (*line.reads(), *line.makes())
+    }
+    functions = [_called(line, scope)[0] for line in lines]
+    local = _local_function(
+        given, body, needed, form, [*map(_named, functions)], scope, found, backend, options
+    )
     uncounted = [
         given.index(name)
-        for call in calls
-        if (call.args[1] if call.func is in_mode else call.func) in _STATISTICS
+        for call, func in zip(calls, functions, strict=True)
+        if func in _STATISTICS
         for name, meta in call.given.items()
         if name in given and not meta.requires_grad
     ]
@@ -131,9 +143,9 @@ def compiled(
 
     breaks.update(found)
     scope["local"] = _uncounting(first, uncounted)
-    run = f"{f'({results}) = ' if needed else ''}local({', '.join(given)})"
-    text = _function("program", program.parameters, [*reads, run, *makes], program.result)
-    return define("program", text, scope)
+    run = show_line(needed or None, Apply(Constant("local"), given))
+    before, after = [[show_line(x.target, x.value) for x in some] for some in (reads, makes)]
+    return define("program", program.parameters, [*before, run, *after], program.result, scope)[0]
 
 
 def _uncounting(run: Function, uncounted: Sequence[int]) -> Function:
@@ -150,54 +162,74 @@ def _uncounting(run: Function, uncounted: Sequence[int]) -> Function:
 
 
 def _local_function(
-    kind: tuple[str, Any, Any], calls: Sequence[str], scope: dict[str, Any],
-    breaks: dict[str, None], backend: Any, options: dict[str, Any],
+    given: Sequence[Name], body: Sequence[Statement], results: Any, form: Any, calls: Sequence[str],
+    scope: dict[str, Any], breaks: dict[str, None], backend: Any, options: dict[str, Any],
 ) -> LocalFunction:  # fmt: skip
-    """Returns the function that a text defines, the same one for the same text, metadata of its
-    tensors, settings (``kind``) and values."""
-    text = kind[0]
-    names = sorted(set(_NAME.findall(text)))
-    values = [scope[name] for name in names]
-    key = kind, identities(values), repr(backend), repr(sorted(options.items()))
+    """Returns the function of the lines ``body``, the same one for the same lines and values,
+    metadata of its tensors and settings (``form``)."""
+    values: dict[str, Any] = {name: scope[name] for name in sorted({*names(body, Constant)})}
+    texts = tuple(map(_text, body))
+    how = repr((backend, sorted(options.items())))
+    key = tuple(given), texts, results, form, identities(values.values()), how
     if key not in _functions:
-        inside = dict(zip(names, values, strict=True))
-        inside |= {"set_grad_enabled": torch.set_grad_enabled, "traced_call": traced_call}
-        local = define("local", text, inside)
-        if backend == "inductor" and _STARTED.search(text):
+        held = [*values.values()]
+        values["set_grad_enabled"] = torch.set_grad_enabled
+        local, _ = define("local", given, texts, results, values)
+        if backend == "inductor" and _starts(body):
             options = with_late_waits(options)
         found = LocalFunction(local, calls, breaks, backend, options)
-        _functions[key] = found, values  # an id stands for a value only as long as that lives
+        _functions[key] = found, held  # an id stands for a value only as long as that lives
     found, _ = _functions[key]
     return found
 
 
-def _traced_text(call: LineCall, scope: dict[str, Any], breaks: dict[str, None]) -> str:
-    """Returns the text of a call that torch.compile can trace, or that breaks the graph."""
-    words = call.words
-    if call.func is in_mode:
-        inner = call._replace(func=call.args[1], args=call.args[2:], words=words[2:])
-        return f"with set_grad_enabled({words[0]}): {_traced_text(inner, scope, breaks)}"
-    func, constants = _traceable(call.func, call.args)
+def _text(line: Statement) -> str:
+    text = show_line(line.target, line.value)
+    return text if line.grad is None else f"with set_grad_enabled({line.grad}): {text}"
+
+
+def _starts(x: Any) -> bool:
+    """Returns True if a reshard in an expression is started and waited for."""
+    if isinstance(x, Way):
+        return x.starts
+    return isinstance(x, (list, tuple)) and any(map(_starts, x))
+
+
+def _called(line: Line, scope: dict[str, Any]) -> tuple[Function, bool | None, Apply]:
+    """Returns the function that a line calls, the grad mode that it sets, or None, and the call."""
+    assert line.call is not None
+    if line.call.func is not in_mode:
+        return line.call.func, None, line.value
+    grad, name, *args = line.value.args
+    return scope[name], grad, Apply(name, args, line.value.kwargs)
+
+
+def _traced(line: Line, scope: dict[str, Any], breaks: dict[str, None]) -> Statement:
+    """Returns a line that torch.compile can trace, or that breaks the graph."""
+    func, grad, value = _called(line, scope)
+    # None: tensors, and containers
+    args = [scope[a] if isinstance(a, Constant) else None for a in value.args]
+    traceable, constants = _traceable(func, args)
     if constants is not None:
-        held = words[2:3] if call.func is grad_types._apply_transition else ()
-        words = (words[0], *map(repr, constants), *held)
-    elif not _is_traced(func, call.args):
-        if not call.writes and func is not cross_mesh._run:
-            return opaque(call._replace(func=func), scope)
-        breaks[_named(func)] = None
-        func = torch.compiler.disable(func)
-    name = f"f{len(scope)}"
-    scope[name] = func
-    return call_text(call._replace(words=words), name)
+        held = value.args[2:3] if func is grad_types._apply_transition else ()
+        value = value._replace(args=(value.args[0], *constants, *held))
+    elif not _is_traced(traceable, args):
+        if line.call is not None and not line.call.writes and traceable is not cross_mesh._run:
+            return Statement(*opaque(line, value, traceable, scope), grad)
+        breaks[_named(traceable)] = None
+        traceable = torch.compiler.disable(traceable)
+    name = Constant(f"f{len(scope)}")
+    scope[name] = traceable
+    return Statement(line.target, value._replace(func=name), grad)
 
 
 def reads_what_it_wrote(lines: Sequence[Line]) -> bool:
     """Returns True if the local of a source is read after a write to the source."""
-    written: set[str] = set()
+    written: set[Name] = set()
     for line in lines:
         if line.kind is LineKind.WRITE:
-            written.update(tensors_in(line.text))
-        elif line.kind is LineKind.READ and written.intersection(tensors_in(line.text)):
+            written.update(line.reads())
+        elif line.kind is LineKind.READ and written.intersection(line.reads()):
             return True
     return False
 
@@ -224,7 +256,7 @@ def _traceable(func: Function, args: Sequence[Any]) -> tuple[Function, tuple[Any
 def _transition(transition: GradTransition) -> tuple[Any, ...]:
     partial = (*transition.src.spec.layout.partial, *transition.dst.spec.layout.partial)
     if any(op not in ("sum", "avg") for _, op in partial):  # has no gradient
-        return way_of(transition), (REFUSED, False), 1.0
+        return way_of(transition), Way(REFUSED, False), 1.0
     back, scale = transition.backward()
     return way_of(transition), way_of(back), scale
 
@@ -249,8 +281,3 @@ def _is_traced(func: Function, args: Sequence[Any]) -> bool:
     if isinstance(owner, type):
         return owner.__module__.partition(".")[0] not in _OURS
     return str(getattr(func, "__module__", "")).partition(".")[0] == "torch"
-
-
-def _function(name: str, parameters: Sequence[str], lines: Sequence[str], result: str) -> str:
-    body = "".join(f"    {line}\n" for line in lines)
-    return f"def {name}({', '.join(parameters)}):\n{body}    return {result}\n"

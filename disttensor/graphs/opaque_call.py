@@ -11,7 +11,6 @@ So the graph saves copies.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,9 +21,11 @@ from disttensor.graphs.traced_comm import number_of, numbered, small_tensor
 from disttensor.pytree import CONSTANTS
 from disttensor.settings import snapshot
 from disttensor.torch_private import direct_apply, dispatch_state, storage_id
-from disttensor.trace.tape import LineCall, LocalMeta, call_text, define
+from disttensor.trace.expression import Apply, Constant, define, names, show_line
+from disttensor.trace.tape import Line, LocalMeta
 
 Tensor = torch.Tensor
+Function = Callable[..., Any]
 
 
 class OpaqueCall(NamedTuple):
@@ -37,21 +38,24 @@ class OpaqueCall(NamedTuple):
     dispatched: Callable[[], Any]
 
 
-def opaque(call: LineCall, scope: dict[str, Any]) -> str:
-    """Returns the text of a line that runs ``call`` as one operator."""
-    given, made = call.given, call.made
-    text = f"def line({', '.join(given)}):\n    {call_text(call, 'func')}\n"
-    text += f"    return [{', '.join(made)}]\n"
-    used = set(re.findall(r"\w+", text)) & scope.keys() - given.keys()  # not the parameters
-    values = {"func": call.func} | {name: scope[name] for name in sorted(used)}
+def opaque(line: Line, value: Apply, func: Function, scope: dict[str, Any]) -> tuple[Any, Apply]:
+    """Returns target and value of a line that makes the call ``value`` of ``func`` as one
+    operator."""
+    assert line.call is not None
+    given, made = line.call.given, line.call.made
+    used = sorted({*names((value.args, value.kwargs), Constant)})
+    values: dict[str, Any] = {name: scope[name] for name in used}
+    values["func"] = func
+    held = identities(values.values())
+    call = show_line(line.target, value._replace(func=Constant("func")))
+    run, text = define("line", given, [call], [*made], values)
     metas = (*given.values(),), (*made.values(),)
     device = next((m.device.type for some in metas for m in some), "cpu")
-    key = text, identities(values.values()), metas, snapshot(device)
-    made_by = OpaqueCall(define("line", text, values), *metas, dispatch_state())
+    key = text, held, metas, snapshot(device)
+    number = number_of(OpaqueCall(run, *metas, dispatch_state()), key)
     scope["traced_call"] = traced_call
-    flags = [repr(tuple(m.requires_grad for m in some)) for some in metas]
-    words = ", ".join([*flags, str(number_of(made_by, key)), *given])
-    return f"[{', '.join(made)}] = traced_call({words})"
+    flags = [tuple(m.requires_grad for m in some) for some in metas]
+    return [*made], Apply(Constant("traced_call"), (*flags, number, *given))
 
 
 def identities(values: Iterable[Any]) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,11 +27,16 @@ from reshard.planner import background
 
 Tensor = torch.Tensor
 
-Way = tuple[int, bool]  # the number of a transition, and whether it is started and waited for
-
 NOTHING = -1  # the number of a transition that keeps the local
 REFUSED = -2  # the number of the gradient of a pending reduction that has none
 _next = count()  # never the same number in two worlds: a program of an ended world finds nothing
+
+
+class Way(NamedTuple):
+    """The number of a transition, and whether it is started and waited for."""
+
+    number: int
+    starts: bool
 
 
 @cache
@@ -79,7 +84,7 @@ def numbered(number: int) -> Any:
 
 
 def way_of(transition: GradTransition) -> Way:
-    return number_of(transition), _beginning(transition) is not None
+    return Way(number_of(transition), _beginning(transition) is not None)
 
 
 def _beginning(transition: GradTransition) -> Callable[[Tensor], Work[Tensor]] | None:

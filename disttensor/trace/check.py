@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import re
+from functools import partial
 from itertools import zip_longest
 
 from disttensor.errors import name_of, show_place
 from disttensor.pytree import CONSTANTS
+from disttensor.trace.expression import Constant, Name, show, show_line
 from disttensor.trace.record import Program
+from disttensor.trace.tape import Line
 
 
 def difference(program: Program, again: Program | str) -> str:
@@ -15,23 +17,25 @@ def difference(program: Program, again: Program | str) -> str:
     if isinstance(again, str):
         return again
     for line, new in zip_longest(program.lines, again.lines):
-        then = "" if line is None else _with_constants(line.text, program)
-        now = "" if new is None else _with_constants(new.text, again)
+        then, now = _text(line, program), _text(new, again)
         if then != now:
             place = "" if new is None or new.place is None else f" at {show_place(new.place)}"
             return f"{now or 'nothing'}{place} in place of {then or 'nothing'}"
-    results = [_with_constants(p.result, p) for p in (program, again)]
+    results = [show(p.result, partial(_name, p)) for p in (program, again)]
     return "" if results[0] == results[1] else f"it returns {results[1]} in place of {results[0]}"
 
 
-def _with_constants(text: str, program: Program) -> str:
+def _text(line: Line | None, program: Program) -> str:
     """Returns the text of a line with the values of its constants."""
+    name = partial(_name, program)
+    return "" if line is None else show_line(line.target, line.value, name)
 
-    def show(found: re.Match[str]) -> str:
-        value = program.scope[found[0]]
-        if type(value) in CONSTANTS:
-            return f"{value!r}"
-        name = name_of(value) if callable(value) else ""
-        return name or type(value).__qualname__
 
-    return re.sub(r"\bc\d+\b", show, text)
+def _name(program: Program, name: Name) -> str:
+    if not isinstance(name, Constant):
+        return name
+    value = program.scope[name]
+    if type(value) in CONSTANTS:
+        return f"{value!r}"
+    function = name_of(value) if callable(value) else ""
+    return function or type(value).__qualname__

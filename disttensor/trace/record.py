@@ -44,6 +44,7 @@ from disttensor.torch_private import (
     node_number,
     storage_id,
 )
+from disttensor.trace.expression import Apply, Attribute, Source
 from disttensor.trace.results import Results
 from disttensor.trace.tape import Line, LineKind, Tape
 from disttensor.trace.torch_functions import (
@@ -68,10 +69,10 @@ class Program(NamedTuple):
     """A recorded forward.
 
     run         ``run(*inputs)`` runs it.
-    text        its source; ``parameters``, ``lines`` and ``result`` are the text as data.
+    text        its source; ``parameters``, ``lines`` and ``result`` are the same as data.
     calls       are compared with other ranks.
     written     names of the sources that it writes to.
-    scope       the constants in the text, by name.
+    scope       the constants by name.
     writes      it writes to memory from outside.
     uses_written
                 a backward needs such memory as it is after the write.
@@ -83,7 +84,7 @@ class Program(NamedTuple):
     written: tuple[str, ...]
     parameters: tuple[str, ...]
     lines: tuple[Line, ...]
-    result: str
+    result: Any
     scope: dict[str, Any]
     writes: bool
     uses_written: bool
@@ -379,20 +380,20 @@ class CallRecorder(Observer):
             self.refuse("it writes to a copy in place of a view of another tensor")
         self.wrote(x)
 
-    def source_of(self, x: Any) -> str | None:
+    def source_of(self, x: Any) -> Source | None:
         """Returns the name of ``x`` if it is a source and its use becomes a line."""
         return None if self.quiet else self.tape.source_of(x)
 
-    def use(self, source: str, axes: Any, alias: Tensor) -> None:
+    def use(self, source: Source, axes: Any, alias: Tensor) -> None:
         """Records that ``alias`` is the local of a source for uses that vary over ``axes``."""
         if self.tape.has_variable(alias):
             return
         name = self.tape.bind(alias)
-        call = f"{source}.local_for({axes!r})"
-        if torch.is_grad_enabled() is not self.grad:
-            mode = self.tape.constant(in_mode)
-            call = f"{mode}({torch.is_grad_enabled()}, {source}.local_for, {axes!r})"
-        self.tape.add_line(LineKind.READ, f"{name} = {call}", name)
+        read, grad = Attribute(source, "local_for"), torch.is_grad_enabled()
+        call = Apply(read, (axes,))
+        if grad is not self.grad:
+            call = self.tape.apply(in_mode, grad, read, axes)
+        self.tape.add_line(LineKind.READ, name, call)
 
     def wrote(self, x: DistTensor) -> None:
         """Records a call ``mark_written(x)``."""
@@ -402,12 +403,12 @@ class CallRecorder(Observer):
             return
         if source is not None:
             self.written[source] = None
-            text = f"{self.tape.constant(writes.mark_written)}({source})"
+            call = self.tape.apply(writes.mark_written, source)
         else:
             if _memory(x.local) not in self.memory:
                 return  # no tensor from outside has this memory
-            text = f"{self.tape.constant(views.invalidate)}({self.tape.text(x.local)})"
-        self.tape.add_line(LineKind.WRITE, text)
+            call = self.tape.apply(views.invalidate, self.tape.variable_of(x.local))
+        self.tape.add_line(LineKind.WRITE, None, call)
 
     # The recorded program -------------------------------------------------------------------------
 
@@ -425,7 +426,7 @@ class CallRecorder(Observer):
             x: Any = self.sources[name]
             if x.local is not local or x.spec is not spec:
                 raise Untraceable("it changes the shape or the memory of a tensor from outside")
-        made = Results(self.tape, self.writes).text(result)
+        made = Results(self.tape, self.writes).expression(result)
         lines = tuple(self.tape.live_lines(made, merge))
         run, text = self.tape.build_function(self.parameters, lines, made)
         written = tuple(self.written)

@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 
+from disttensor.core.spec import DistSpec
 from disttensor.dispatch.reduction_cache import keep
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.grad_slot import collector_of
 from disttensor.tensor.uses import Derivation, set_aliases, set_derivation, with_versions
 from disttensor.tensor.versions import version
 from disttensor.torch_private import make_subclass
-from disttensor.trace.tape import LineKind, Tape, container_text, is_constant
+from disttensor.trace.expression import Apply, Attribute, Source, Variable
+from disttensor.trace.tape import LineKind, Tape, is_constant, map_container
 from disttensor.trace.world_state import Untraceable
 
 Tensor = torch.Tensor
@@ -25,27 +27,27 @@ class Results:
 
     def __init__(self, tape: Tape, writes: bool) -> None:
         self.tape, self.writes = tape, writes
-        self.made: dict[int, str] = {}  # id of a DistTensor -> its variable
+        self.made: dict[int, Variable] = {}  # id of a DistTensor -> its variable
 
-    def text(self, value: Any) -> str:
-        """Returns the text that makes this result again. Raises Untraceable if there is none."""
+    def expression(self, value: Any) -> Any:
+        """Returns what makes this result again. Raises Untraceable if there is none."""
         kind = type(value)
         if kind is DistTensor:
             return self.tensor(value)
         if kind is Tensor or kind is torch.nn.Parameter:
             return self.tape.source_of(value) or self.tape.variable_of(value)
         if is_constant(value):
-            return self.tape.text(value)
+            return self.tape.expression(value)
         if kind in (list, tuple, dict):
-            return container_text(value, self.text)
+            return map_container(value, self.expression)
         if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return f"{self.tape.constant(kind)}({', '.join(map(self.text, value))})"
+            return self.tape.apply(kind, *map(self.expression, value))
         if isinstance(value, dict) and hasattr(value, "to_tuple"):  # of transformers
-            words = ", ".join(f"{k}={self.text(v)}" for k, v in value.items())
-            return f"{self.tape.constant(kind)}({words})"
+            fields = {k: self.expression(v) for k, v in value.items()}
+            return Apply(self.tape.constant(kind), (), fields)
         raise Untraceable(f"it returns a {kind.__name__}")
 
-    def tensor(self, x: DistTensor) -> str:
+    def tensor(self, x: DistTensor) -> Any:
         source = self.tape.source_of(x)
         if source is not None:
             return self._source(source, x)
@@ -54,48 +56,44 @@ class Results:
             name = self.made[id(x)] = self._new(x)
         return name
 
-    def _source(self, source: str, x: DistTensor) -> str:
-        """Returns the text of a result that is an argument: the argument itself, if the function
-        returned its local unchanged, as ``contiguous`` may do."""
+    def _source(self, source: Source, x: DistTensor) -> Any:
+        """Returns a result that is an argument: the argument itself, if the function returned its
+        local unchanged, as ``contiguous`` may do."""
         local = self.tape.variable_of(x.local)
         if local == self.tape.local_variable_of(source):
             return source
-        other = f"{self.tape.constant(wrap)}({local}, {self.tape.constant(x.spec)})"
-        return f"({source} if {local} is {source}.local else {other})"
+        return self.tape.apply(_source_or_new, source, local, self.tape.constant(x.spec))
 
-    def _new(self, x: DistTensor) -> str:
+    def _new(self, x: DistTensor) -> Variable:
         if x._is_param:
             raise Untraceable("it returns a parameter that it has made")
         if x._view_state is not None:
             raise Untraceable("it returns a copy in place of a view, or a tensor by .data")
-        local, spec = self.tape.text(x.local), self.tape.constant(x.spec)
-        name = self.tape.new_variable()
-        make, kind = self.tape.constant(make_subclass), self.tape.constant(DistTensor)
-        meta = self.tape.constant(x.spec.meta_tensor)  # as ``wrap``, without a call
-        self.tape.add_line(LineKind.MAKE, f"{name} = {make}({kind}, {meta})", name)
-        self.tape.add_line(LineKind.MAKE, f"{name}.local, {name}.spec = {local}, {spec}")
+        tape, make = self.tape, LineKind.MAKE
+        local, spec = tape.expression(x.local), tape.constant(x.spec)
+        name = tape.new_variable()
+        kind, meta = tape.constant(DistTensor), tape.constant(x.spec.meta_tensor)
+        tape.add_line(make, name, tape.apply(make_subclass, kind, meta))  # as ``wrap``
+        tape.add_line(make, (Attribute(name, "local"), Attribute(name, "spec")), (local, spec))
         uses = x._uses
         if collector_of(x) is not None or (uses is not None and uses.older):
             raise Untraceable("a result has hooks")
         if uses is not None:
             aliases = []
             for axes, (alias, _, _) in (uses.aliases or {}).items():
-                if uses.version == x.local._version and self.tape.has_variable(alias):
-                    aliases.append(f"({axes!r}, {self.tape.variable_of(alias)})")
+                if uses.version == x.local._version and tape.has_variable(alias):
+                    aliases.append((axes, tape.variable_of(alias)))
             if uses.derivation is not None:
                 self._derive(name, local, uses.derivation)
             if aliases:
-                give, listed = self.tape.constant(set_aliases), "".join(f"{a}, " for a in aliases)
-                self.tape.add_line(LineKind.MAKE, f"{give}({name}, ({listed}))")
+                tape.add_line(make, None, tape.apply(set_aliases, name, tuple(aliases)))
         kept = x._reduced
         if kept is not None and kept.source is x.local and kept.version == version(x.local):
             value = self.tensor(kept.value)
-            self.tape.add_line(
-                LineKind.MAKE, f"{self.tape.constant(keep)}({name}, {value}, {kept.grad})"
-            )
+            tape.add_line(make, None, tape.apply(keep, name, value, kept.grad))
         return name
 
-    def _derive(self, name: str, local: str, made: Derivation) -> None:
+    def _derive(self, name: Variable, local: Any, made: Derivation) -> None:
         """Adds the line that records the source of a result."""
         if self.writes or made.x.local is not made.local:
             raise Untraceable("a result was made from another, and the program writes to tensors")
@@ -105,20 +103,19 @@ class Results:
             parts += [self._part(part) for part in call]
             tensors = [t for t in (*made.args, *made.named.values()) if isinstance(t, Tensor)]
             if tensors:
-                parts.append(f"{self.tape.constant(with_versions)}({self._part(tensors)})")
-        give = self.tape.constant(set_derivation)
-        self.tape.add_line(LineKind.MAKE, f"{give}({', '.join(parts)})")
+                parts.append(self.tape.apply(with_versions, self._part(tensors)))
+        self.tape.add_line(LineKind.MAKE, None, self.tape.apply(set_derivation, *parts))
 
-    def _part(self, value: Any) -> str:
+    def _part(self, value: Any) -> Any:
         if type(value) is DistTensor:
             return self.tensor(value)
         if type(value) in (list, tuple):
-            parts = [self._part(v) for v in value]
-            return (
-                "[" + ", ".join(parts) + "]"
-                if type(value) is list
-                else ("(" + "".join(f"{p}, " for p in parts) + ")")
-            )
+            return map_container(value, self._part)
         if type(value) is dict:
-            return "{" + ", ".join(f"{k!r}: {self._part(v)}" for k, v in value.items()) + "}"
-        return self.tape.text(value)
+            return {self.tape.constant(k): self._part(v) for k, v in value.items()}
+        return self.tape.expression(value)
+
+
+def _source_or_new(source: DistTensor, local: Tensor, spec: DistSpec) -> DistTensor:
+    """Returns ``source`` if it has this local, else a new tensor."""
+    return source if local is source.local else wrap(local, spec)

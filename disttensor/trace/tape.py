@@ -1,16 +1,15 @@
-"""Tape: the calls on locals that one forward makes, as lines of a generated Python function.
+"""Tape: the calls on locals that one forward makes, as lines of a program.
 
 Each line is one call, and assigns tensors to variables. The *sources* are arguments, parameters and
-captured tensors. The function reads a source at the first line that needs it: of a leaf, it gets
-the alias that collects gradients at that time.
+captured tensors. The program reads a source at the first line that needs it: of a leaf, it gets the
+alias that collects gradients at that time.
 """
 
 from __future__ import annotations
 
-import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -21,15 +20,24 @@ from disttensor.pytree import CONSTANTS, collect, find_tensors
 from disttensor.tensor.base import MeshTensor
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.torch_private import no_function_mode
+from disttensor.trace.expression import (
+    Apply,
+    Attribute,
+    Constant,
+    Name,
+    Source,
+    Variable,
+    define,
+    names,
+    show_line,
+)
 from disttensor.trace.world_state import Untraceable
 
 Tensor = torch.Tensor
 Function = Callable[..., Any]
 
 _PLAIN = frozenset({int, bool, type(None)})
-_VARIABLE = re.compile(r"\bt\d+\b")
-_TENSOR = re.compile(r"\b[txp]\d+\b")
-
+UNUSED = Name("_")  # a result that is no tensor
 
 # READ: a source's local. CALL: a call. WRITE: a write. MAKE: a result.
 LineKind = Enum("LineKind", "READ CALL WRITE MAKE")
@@ -47,64 +55,82 @@ class LocalMeta(NamedTuple):
 
 
 class LineCall(NamedTuple):
-    """A call of locals: ``words`` are the texts of its arguments and keywords, ``target`` of the
-    result. ``args``: the arguments, with None for tensors, which a program does not keep;
-    ``given``, ``made``: the tensors of the arguments and the result; ``writes``: to arguments."""
+    """A call of locals: the function, the metadata of its arguments and of its results by name, and
+    whether it writes to arguments."""
 
     func: Function
-    args: tuple[Any, ...]
-    words: tuple[str, ...]
-    target: str
-    given: dict[str, LocalMeta] = {}  # noqa: RUF012
-    made: dict[str, LocalMeta] = {}  # noqa: RUF012
+    given: dict[Name, LocalMeta] = {}  # noqa: RUF012
+    made: dict[Name, LocalMeta] = {}  # noqa: RUF012
     writes: bool = False
 
 
 class Line(NamedTuple):
-    """``text``: an assignment or a call; ``makes``: the variables that it assigns; ``idle``: unless
-    they are used, the line is dropped; ``order``: how the line permutes the dims of ``of``, if it
-    does only this; ``call``: None unless the kind is CALL; ``place``: the line of the user."""
+    """``target = value``, two expressions; a call alone if ``target`` is None. ``idle``: unless its
+    variables are used, the line is dropped; ``order``: how the line permutes the dims of its first
+    argument, if it does only this; ``call``: None unless the kind is CALL; ``place``: the line of
+    the user."""
 
     kind: LineKind
-    text: str
-    makes: frozenset[str]
+    target: Any
+    value: Any
     idle: bool = False
-    of: str = ""
     order: tuple[int, ...] = ()
     call: LineCall | None = None
     place: Place = None
 
+    def makes(self) -> set[Variable]:
+        return set(_assigned(self.target))
+
+    def reads(self) -> Iterator[Name]:
+        """Yields the variables and sources that the line reads, or whose attributes it sets."""
+        own = self.makes()
+        for name in names((self.target, self.value), Name):
+            if isinstance(name, (Variable, Source)) and name not in own:
+                yield name
+
+
+def _assigned(target: Any) -> Iterator[Variable]:
+    if isinstance(target, Variable):
+        yield target
+    elif type(target) is tuple:
+        for part in target:
+            yield from _assigned(part)
+
 
 class Tape:
-    """``sources``: the tensors that the function starts from, by their names in its text."""
+    """``sources``: the tensors that the program starts from, by their names."""
 
     def __init__(self, sources: dict[str, Tensor]) -> None:
         self.lines: list[Line] = []
         self.scope: dict[str, Any] = {}
-        self._constants: dict[int, str] = {}
-        self._names: dict[int, str] = {}  # id of a regular tensor -> its variable
+        self._constants: dict[int, Constant] = {}
+        self._names: dict[int, Name] = {}  # id of a regular tensor -> its variable
         self._kept: list[Any] = []  # keeps objects alive whose ids are used
         self._made = 0
-        self.sources = {id(x): name for name, x in sources.items()}
-        self._locals = {id(getattr(x, "local", x)): name for name, x in sources.items()}
+        self.sources = {id(x): Source(name) for name, x in sources.items()}
+        self._locals = {id(getattr(x, "local", x)): Source(name) for name, x in sources.items()}
         self._kept += sources.values()
         self._dist = {name for name, x in sources.items() if isinstance(x, MeshTensor)}
-        self._read: dict[str, str] = {}  # a source -> the variable that has its local
+        self._read: dict[Source, Variable] = {}  # a source -> the variable that has its local
 
     # Names ----------------------------------------------------------------------------------------
 
-    def new_variable(self) -> str:
+    def new_variable(self) -> Variable:
         self._made += 1
-        return f"t{self._made}"
+        return Variable(f"t{self._made}")
 
-    def constant(self, value: Any) -> str:
+    def constant(self, value: Any) -> Constant:
         name = self._constants.get(id(value))
         if name is None:
-            name = self._constants[id(value)] = f"c{len(self._constants)}"
+            name = self._constants[id(value)] = Constant(f"c{len(self._constants)}")
             self.scope[name] = value
         return name
 
-    def variable_of(self, t: Tensor) -> str:
+    def apply(self, func: Function, *args: Any) -> Apply:
+        """Returns a call of ``func`` with these expressions."""
+        return Apply(self.constant(func), args)
+
+    def variable_of(self, t: Tensor) -> Name:
         """Returns the variable of a regular tensor. Raises Untraceable if its origin is unknown."""
         found = self._names.get(id(t))
         if found is None:
@@ -117,17 +143,17 @@ class Tape:
             if source not in self._dist:
                 return source
             found = self.new_variable()
-            self.add_line(LineKind.READ, f"{found} = {source}.local", found, idle=True)
+            self.add_line(LineKind.READ, found, Attribute(source, "local"), idle=True)
             self._read[source] = found
             self._names[id(t)] = found
             self._kept.append(t)
         return found
 
-    def source_of(self, x: Any) -> str | None:
+    def source_of(self, x: Any) -> Source | None:
         """Returns the name of ``x`` if it is a source, else None."""
         return self.sources.get(id(x))
 
-    def local_variable_of(self, source: str) -> str | None:
+    def local_variable_of(self, source: Source) -> Variable | None:
         """Returns the variable that has the local of a source as read, or None if unread."""
         return self._read.get(source)
 
@@ -144,8 +170,8 @@ class Tape:
 
     # Lines ----------------------------------------------------------------------------------------
 
-    def add_line(self, kind: LineKind, text: str, *makes: str, idle: bool = False) -> None:
-        self.lines.append(Line(kind, text, frozenset(makes), idle))
+    def add_line(self, kind: LineKind, target: Any, value: Any, idle: bool = False) -> None:
+        self.lines.append(Line(kind, target, value, idle))
 
     def add_call(
         self, func: Function, args: Any, kwargs: Any, out: Any, idle: bool = False,
@@ -153,103 +179,101 @@ class Tape:
     ) -> None:  # fmt: skip
         """Records ``out = func(*args, **kwargs)``, which has run; ``order``: the order in which it
         puts the dims of the first argument; ``writes``: it has written to arguments."""
-        words = (*map(self.text, args), *(f"{k}={self.text(v)}" for k, v in kwargs.items()))
-        made: dict[str, Tensor] = {}
+        given = tuple(map(self.expression, args))
+        named = {k: self.expression(v) for k, v in kwargs.items()}
+        metas = {self.variable_of(t): _meta(t) for t in collect((args, kwargs), [])}
+        made: dict[Name, LocalMeta] = {}
         target = self._target(out, made)
-        given = {self.text(t): _meta(t) for t in collect((args, kwargs), [])}
-        kept = tuple([None if collect(a, []) else a for a in args])
-        results = {name: _meta(t) for name, t in made.items()}
-        call = LineCall(func, kept, words, target if made else "", given, results, writes)
-        of, text = words[0] if order else "", call_text(call, self.constant(func))
-        place = user_place(sys._getframe(1))
-        self.lines.append(Line(LineKind.CALL, text, frozenset(made), idle, of, order, call, place))
+        value, call = Apply(self.constant(func), given, named), LineCall(func, metas, made, writes)
+        target, place = target if made else None, user_place(sys._getframe(1))
+        self.lines.append(Line(LineKind.CALL, target, value, idle, order, call, place))
 
-    def text(self, value: Any) -> str:
+    def expression(self, value: Any) -> Any:
+        """Returns the expression of a value that a function on locals receives."""
         kind = type(value)
         if isinstance(value, Tensor):
             if kind is DistTensor:
                 raise Untraceable("a DistTensor is given to what runs on locals")
             return self.variable_of(value)
         if kind in (list, tuple, dict):
-            return container_text(value, self.text)
+            return map_container(value, self.expression)
         if isinstance(value, tuple) and kind is not torch.Size:
-            items = container_text(tuple(value), self.text)
-            return f"{self.constant(_tuple_of)}({self.constant(kind)}, {items})"
+            items = tuple(map(self.expression, value))
+            return self.apply(_tuple_of, self.constant(kind), items)
         if kind in _PLAIN:
-            return f"({value!r})" if kind is int and value < 0 else repr(value)
+            return value
         if why := getattr(value, "untraceable", ""):  # an object that is empty after the call
             raise Untraceable(why)
         if kind not in CONSTANTS and find_tensors(value, attributes=True):
             raise Untraceable(f"a function of torch gets a {kind.__name__} that holds tensors")
         return self.constant(value)
 
-    def _target(self, value: Any, made: dict[str, Tensor]) -> str:
+    def _target(self, value: Any, made: dict[Name, LocalMeta]) -> Any:
         if isinstance(value, Tensor):
             name = self.bind(value)
-            made[name] = value
+            made[name] = _meta(value)
             return name
         if isinstance(value, (list, tuple)) and any(
             isinstance(v, (Tensor, list, tuple)) for v in value
         ):
-            return "(" + "".join(f"{self._target(v, made)}, " for v in value) + ")"
-        return "_"
+            return tuple([self._target(v, made) for v in value])
+        return UNUSED
 
-    def bind(self, t: Tensor) -> str:
+    def bind(self, t: Tensor) -> Variable:
         """Returns a new variable for ``t``."""
         name = self._names[id(t)] = self.new_variable()
         self._kept.append(t)
         return name
 
-    def _merge_permutes(self, needed: set[str]) -> list[Line]:
+    def _merge_permutes(self, needed: set[Name]) -> list[Line]:
         """Returns the lines, with consecutive permutations merged into one if the tensor between
         them is read nowhere else."""
-        reads = Counter(name for line in self.lines for name in variables(line.text))
-        made: dict[str, Line] = {}
+        reads = Counter(name for line in self.lines for name in line.reads())
+        made: dict[Name, Line] = {}
         out: list[Line] = []
         for line in self.lines:
-            before = made.get(line.of)
-            # made by one line and read by this line only
-            if before is not None and reads[line.of] == 2 and line.of not in needed:
+            permuted: Any = line.value.args[0] if line.order else None
+            before = made.get(permuted)
+            if before is not None and reads[permuted] == 1 and permuted not in needed:
                 out.remove(before)
-                order, (name,) = tuple(before.order[d] for d in line.order), line.makes
-                call = LineCall(Tensor.permute, (), (before.of, repr(order)), name)
-                text = call_text(call, self.constant(Tensor.permute))
-                line = Line(LineKind.CALL, text, line.makes, False, before.of, order, call)
+                order = tuple(before.order[d] for d in line.order)
+                value = self.apply(Tensor.permute, before.value.args[0], order)
+                call = LineCall(Tensor.permute)
+                line = Line(LineKind.CALL, line.target, value, False, order, call)
             if line.order:
-                made.update(dict.fromkeys(line.makes, line))
+                made.update(dict.fromkeys(line.makes(), line))
             out.append(line)
         return out
 
     # Results --------------------------------------------------------------------------------------
 
-    def live_lines(self, result: str, merge: bool) -> list[Line]:
+    def live_lines(self, result: Any, merge: bool) -> list[Line]:
         """Returns the lines that ``result`` needs, or that have an effect; with ``merge``,
         consecutive permutations of dims are one."""
-        needed = set(variables(result))
+        needed: set[Name] = set(names(result, Variable))
         kept: list[Line] = []
         for line in reversed(self._merge_permutes(needed) if merge else self.lines):
-            if not line.idle or line.makes & needed:
+            if not line.idle or line.makes() & needed:
                 kept.append(line)
-                needed |= set(variables(line.text))
+                needed |= set(line.reads())
         return kept[::-1]
 
     def build_function(
-        self, parameters: Sequence[str], lines: Sequence[Line], result: str
+        self, parameters: Sequence[str], lines: Sequence[Line], result: Any
     ) -> tuple[Function, str]:
         """Returns the function of ``parameters`` that runs the lines and returns ``result``, and
         its text. It deletes each variable after its last use, as user code would."""
-        needed = set(variables(result))
+        needed = set(names(result, Variable))
         kept: list[str] = []
         for line in reversed(lines):
-            read = set(variables(line.text))
-            over = sorted((read | line.makes) - needed, key=lambda name: int(name[1:]))
+            makes = line.makes()
+            reads = {name for name in line.reads() if isinstance(name, Variable)}
+            over = sorted((reads | makes) - needed, key=lambda name: int(name[1:]))
             if over:  # also deletes unused results
-                kept.append(f"    del {', '.join(over)}")
-            kept.append(f"    {line.text}")
-            needed = (needed - line.makes) | (read - line.makes)
-        text = "\n".join([f"def program({', '.join(parameters)}):", *reversed(kept)])
-        text += f"\n    return {result}\n"
-        return define("program", text, dict(self.scope)), text
+                kept.append(f"del {', '.join(over)}")
+            kept.append(show_line(line.target, line.value))
+            needed = (needed - makes) | reads
+        return define("program", parameters, reversed(kept), result, dict(self.scope))
 
 
 def _meta(t: Tensor) -> LocalMeta:
@@ -264,36 +288,12 @@ def _tuple_of(kind: type, items: tuple[Any, ...]) -> Any:
     return kind(items) if is_torchs else tuple.__new__(kind, items)
 
 
-def variables(text: str) -> list[str]:
-    return _VARIABLE.findall(text)
-
-
-def tensors_in(text: str) -> list[str]:
-    """Returns the names of the variables and sources in ``text``."""
-    return _TENSOR.findall(text)
-
-
-def define(name: str, text: str, scope: dict[str, Any]) -> Function:
-    """Returns the function ``name`` that ``text`` defines."""
-    exec(compile(text, "<replay>", "exec"), scope)
-    function: Function = scope[name]
-    return function
-
-
-def call_text(call: LineCall, name: str) -> str:
-    """Returns the text of a call, in which ``name`` is the function."""
-    text = f"{name}({', '.join(call.words)})"
-    return f"{call.target} = {text}" if call.target else text
+def map_container(value: Any, expression: Callable[[Any], Any]) -> Any:
+    """Returns a list, tuple or dict of the expressions of its items."""
+    if type(value) is dict:
+        return {expression(k): expression(v) for k, v in value.items()}
+    return type(value)(map(expression, value))
 
 
 def is_constant(value: Any) -> bool:
     return type(value) in CONSTANTS
-
-
-def container_text(value: Any, text: Callable[[Any], str]) -> str:
-    """Returns the text of a list, tuple or dict whose items have the text ``text(item)``."""
-    if type(value) is list:
-        return "[" + ", ".join(map(text, value)) + "]"
-    if type(value) is tuple:
-        return "(" + "".join(f"{text(v)}, " for v in value) + ")"
-    return "{" + ", ".join(f"{text(k)}: {text(v)}" for k, v in value.items()) + "}"

@@ -426,4 +426,4 @@ def test_a_program_keeps_no_tensor_of_its_recording():
     fast(x)
     (program,) = fast.recorded()
     calls = [line.call for line in program.lines if line.call is not None]
-    assert len(calls) >= 5 and not collect([call.args for call in calls], [])
+    assert len(calls) >= 5 and not collect([line.value for line in program.lines], [])
