@@ -37,7 +37,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint con
 TEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 BUILD := $(BIN)/python setup.py -q build_ext --inplace
 ARGS ?=
-EXTRAS := test,plot,progress,examples,lightning
+EXTRAS := test,progress,examples,lightning
 
 export OMP_NUM_THREADS := 1
 

@@ -59,7 +59,7 @@ def save_curve(losses: Sequence[float], path: str) -> str:
     """Draws the losses to a PNG. Returns a message for the user: the path, or the reason why there
     is none."""
     if not DRAWS:
-        return "no loss curve: matplotlib is not installed (pip install 'disttensor[plot]')"
+        return "no loss curve: matplotlib is not installed (pip install matplotlib)"
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     axes.plot(range(1, len(losses) + 1), losses)

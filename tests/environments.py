@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-EXTRAS = ("test", "plot", "examples")
+EXTRAS = ("test", "examples")
 PATIENCE = 1500.0  # seconds for an installation: a build with CUDA is several gigabytes
 
 

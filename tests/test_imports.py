@@ -30,6 +30,7 @@ LAYERS = (
     "graph_nodes",
     "comm",
     "progress",
+    "drawing",
     "core",
     "ops",
     "reshard",

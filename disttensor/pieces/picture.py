@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import colorsys
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,8 +13,8 @@ from disttensor.comm.process_group import world
 from disttensor.core.layout import Axes, Range, Ranges, Shape, balanced_ranges, chunk
 from disttensor.core.placement import Balanced, Partial, Replicate, Shard
 from disttensor.core.spec import DistSpec
+from disttensor.drawing.svg import END, MIDDLE, colour, document, rectangle, text, write_svg
 from disttensor.pieces.names import listed, span
-from disttensor.pipeline.drawing import END, MIDDLE, document, rectangle, text, write_picture
 
 _COLUMNS = 100  # of text
 _MOST = 16  # rows or columns of boxes in a picture; of more, the middle is left out
@@ -142,8 +141,8 @@ class Picture:
         return document(self.title, 20, y + 18, lines, width)
 
     def save(self, path: str | PathLike[str]) -> Path:
-        """Writes the picture to ``path``, an .svg or, by matplotlib, a .png. Returns the path."""
-        return write_picture("Picture.save", self._repr_svg_(), path)
+        """Writes the picture to ``path``, an .svg. Returns the path."""
+        return write_svg("Picture.save", self._repr_svg_(), path)
 
 
 def _notes(
@@ -238,8 +237,7 @@ def _draw(
             ranks = sheet.ranks.get((row, column), ())
             if ranks not in colours:
                 hue = 0.58 + 0.618034 * len(colours)  # neighbours differ
-                rgb = colorsys.hls_to_rgb(hue % 1, 0.83, 0.55) if ranks else (0.93, 0.93, 0.93)
-                colours[ranks] = "#" + "".join(f"{round(255 * part):02x}" for part in rgb)
+                colours[ranks] = colour(hue, 0.83, 0.55) if ranks else "#ededed"
             edge = ' stroke="#444" stroke-width="1"'
             lines.append(rectangle(x, y, width, _ROW, colours[ranks], listed(ranks), edge))
             lines.append(text(x + width / 2, y + _ROW / 2 + 4, listed(ranks), MIDDLE))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import colorsys
 from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
 
 from disttensor.checks import check_type
-from disttensor.pipeline.drawing import WIDTH, Bar, scale, time_line, write_picture
+from disttensor.drawing.svg import WIDTH, colour, scale, write_svg
+from disttensor.drawing.time_line import Bar, time_line
 from disttensor.pipeline.schedule import Schedule
 from disttensor.pipeline.timeline import Timeline
 
@@ -23,13 +23,12 @@ _SPLIT = " (of inputs; green: of weights)"
 
 
 def plot(what: Timeline | Schedule, path: str | PathLike[str], title: str | None = None) -> Path:
-    """Draws a recorded Timeline, or a Schedule in its ticks, to ``path``, an .svg or a .png.
+    """Draws a recorded Timeline, or a Schedule in its ticks, to ``path``, an .svg.
 
     >>> pipeline.plot(pipeline.one_f_one_b(4, 8), "1f1b.svg", title="1f1b").name
     '1f1b.svg'
 
-    Raises ValueError for another suffix and for a timeline without events, and ImportError for a
-    .png if matplotlib is not installed.
+    Raises ValueError for another suffix and for a timeline without events.
     """
     check_type("plot: what", what, (Timeline, Schedule), "a Timeline or a Schedule")
     check_type("plot: path", path, (str, PathLike), "a path")
@@ -45,7 +44,7 @@ def plot(what: Timeline | Schedule, path: str | PathLike[str], title: str | None
         timeline.span, timeline.unit, _LEFT, _RIGHT, _BAR,
         note=_NOTE.format(_SPLIT if is_split else ""), stroke=' stroke="#fff" stroke-width="0.5"',
     )  # fmt: skip
-    return write_picture("plot", svg, path)
+    return write_svg("plot", svg, path)
 
 
 def _bars(timeline: Timeline, rank: int) -> Iterator[Bar]:
@@ -53,10 +52,10 @@ def _bars(timeline: Timeline, rank: int) -> Iterator[Bar]:
     chunks = 1 + max(event.chunk for event in timeline.events)
     for event, start, end in [*timeline.waits(rank), *timeline.pieces(rank)]:
         at, until = start - timeline.start, end - timeline.start
-        colour, ink = _colours(event.kind, event.chunk, chunks)
+        fill, ink = _colours(event.kind, event.chunk, chunks)
         tip = f"{event.action} on rank {rank}: {at / size:.4g} to {until / size:.4g} {unit}"
         label = "" if event.kind == "wait" else str(event.micro_batch)
-        yield Bar(at, until, colour, tip, label, ink)
+        yield Bar(at, until, fill, tip, label, ink)
 
 
 def _colours(kind: str, chunk: int, chunks: int) -> tuple[str, str]:
@@ -65,5 +64,4 @@ def _colours(kind: str, chunk: int, chunks: int) -> tuple[str, str]:
         return _GREY, _GREY
     light = 0.42 + 0.36 * chunk / max(chunks - 1, 1)
     hue, full = _HUES[kind]
-    rgb = (f"{round(255 * part):02x}" for part in colorsys.hls_to_rgb(hue, light, full))
-    return "#" + "".join(rgb), "#fff" if light < 0.6 else "#000"
+    return colour(hue, light, full), "#fff" if light < 0.6 else "#000"

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from disttensor.checks import check_int, check_sequence, check_type
+from disttensor.drawing.chrome_trace import TraceSpan, write_chrome_trace
+from disttensor.drawing.svg import scale
 from disttensor.pipeline.action import Action
-from disttensor.pipeline.drawing import TraceSpan, scale, write_chrome_trace
 from disttensor.pipeline.schedule import Schedule
 
 KINDS = ("F", "B", "I", "W", "wait")

@@ -4,20 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from disttensor.pipeline.drawing import (
-    END,
-    ROW,
-    TOP,
-    WIDTH,
-    Bar,
-    document,
-    legend,
-    marks,
-    rectangle,
-    text,
-    time_axis,
-    time_line,
-)  # fmt: skip
+from disttensor.drawing.svg import END, ROW, TOP, WIDTH, document, legend, marks, rectangle, text
+from disttensor.drawing.time_line import Bar, time_axis, time_line
 from disttensor.simulate.events import PHASES
 from disttensor.simulate.kind import Kind, names_of
 from disttensor.simulate.memory import CATEGORIES

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from disttensor.checks import argument_error, check_int
-from disttensor.pipeline.drawing import write_chrome_trace, write_picture
+from disttensor.drawing.chrome_trace import write_chrome_trace
+from disttensor.drawing.svg import write_svg
 from disttensor.simulate import layer_shares, pictures
 from disttensor.simulate.devices import Device, Network
 from disttensor.simulate.findings import findings
@@ -193,12 +194,7 @@ class Report:
     def to_svg(self, path: str | PathLike[str], picture: str = "timeline") -> Path:
         """Draws to ``path``, an .svg: the "timeline" of all kinds, the "memory" of the fullest kind
         over the step, or "communication", the bytes that a rank sends over each axis."""
-        return write_picture("to_svg", self._drawn("to_svg", picture), path)
-
-    def to_png(self, path: str | PathLike[str], picture: str = "timeline") -> Path:
-        """Draws the same picture as ``to_svg`` to ``path``, a .png, by matplotlib. Raises
-        ImportError if it is not installed."""
-        return write_picture("to_png", self._drawn("to_png", picture), path)
+        return write_svg("to_svg", self._drawn("to_svg", picture), path)
 
     def _drawn(self, who: str, picture: str) -> str:
         draw = {

@@ -191,7 +191,9 @@ def test_the_svg_is_well_formed_and_inside_its_frame(tmp_path: Path) -> None:
             assert float(box["y"]) >= 0 and float(box["y"]) + float(box["height"]) < height
         texts = [e.text for e in root if e.tag.endswith("text")]
         assert texts[0] == picture.title and set(picture.notes) <= set(texts)
-    assert pictures[0].save(tmp_path / "a.png").read_bytes()[1:4] == b"PNG"
+    assert pictures[0].save(tmp_path / "a.svg").read_text() == pictures[0]._repr_svg_()
+    with pytest.raises(ValueError, match=r"ends in '.png': write .svg"):
+        pictures[0].save(tmp_path / "a.png")
 
 
 def test_the_picture_of_the_docs() -> None:

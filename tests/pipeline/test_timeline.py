@@ -6,7 +6,6 @@ import doctest
 import inspect
 import json
 import pickle
-import sys
 from xml.etree import ElementTree
 
 import pytest
@@ -219,22 +218,4 @@ def test_the_axis_has_some_round_numbers(span, tmp_path):
 def test_what_cannot_be_drawn(what, name, says, tmp_path):
     with pytest.raises(ValueError, match=says):
         pipeline.plot(what, tmp_path / name)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_png_shows_the_colours_of_the_svg(tmp_path):
-    image = pytest.importorskip("matplotlib.image")
-    svg = ElementTree.parse(pipeline.plot(Timeline(PAUSED), tmp_path / "a.svg")).getroot()
-    pixels = image.imread(pipeline.plot(Timeline(PAUSED), tmp_path / "a.png"))
-    assert pixels.shape[:2] == (float(svg.get("height")), float(svg.get("width")))
-    found = {tuple(p) for p in (pixels[:, :, :3] * 255).round().astype(int).reshape(-1, 3).tolist()}
-    for box in boxes(svg).values():
-        colour = box.get("fill").removeprefix("#")
-        assert tuple(int(colour[i : i + 2], 16) for i in (0, 2, 4)) in found
-
-
-def test_a_png_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"plot: .*pip install 'disttensor\[plot\]'"):
-        pipeline.plot(pipeline.gpipe(1, 1), tmp_path / "a.png")
     assert not list(tmp_path.iterdir())

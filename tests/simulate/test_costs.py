@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import re
 import shutil
@@ -330,27 +329,6 @@ def test_pictures_show_the_figures_of_the_report(tmp_path: Path) -> None:
     assert total == sum(most.values()) > 0
     with pytest.raises(ValueError, match="picture='x'"):
         report.to_svg(tmp_path / "x.svg", "x")
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed"
-)
-@pytest.mark.parametrize("picture", ["timeline", "memory", "communication"])
-def test_a_picture_as_png_has_the_colours_of_the_svg(picture: str, tmp_path: Path) -> None:
-    report = simulate(two_axes("dp", "tp"), world=16, network=Network(ranks_per_node=4))
-    drawn = report.to_svg(tmp_path / "p.svg", picture).read_text()
-    image = importlib.import_module("matplotlib.image")
-    pixels = image.imread(report.to_png(tmp_path / "p.png", picture))
-    tree = ElementTree.fromstring(drawn)
-    assert pixels.shape[:2] == (round(float(tree.get("height"))), pictures.WIDTH)
-    bars = [b for b in attributes(drawn, "rect") + attributes(drawn, "polygon") if len(b)]
-    wide = [
-        b for b in bars if b.get("points") or float(b.get("width")) * float(b.get("height")) > 99
-    ]
-    found = {tuple(p) for p in (pixels[:, :, :3] * 255).round().astype(int).reshape(-1, 3).tolist()}
-    for bar in wide:
-        colour = bar.get("fill").removeprefix("#")
-        assert tuple(int(colour[i : i + 2], 16) for i in (0, 2, 4)) in found, bar[0].text
 
 
 def test_a_page_shows_its_figures_in_a_browser(tmp_path: Path) -> None:
