@@ -191,7 +191,7 @@ class Schedule:
         of the loop. The order of each stage must be valid on its own (``wrong_in``).
         """
         ticks: list[list[Tick]] = [[] for _ in self.orders]
-        clock = Clock(self, transfer)
+        clock = StageClock(self, transfer)
         ready = deque(range(self.stages))
         while ready:
             stage = ready.popleft()
@@ -220,7 +220,7 @@ class Schedule:
         return ticks, stuck
 
 
-class Clock:
+class StageClock:
     """The time of each stage of a schedule while it is simulated or searched: what may run, and
     when. ``free``: the end of the last action of each stage."""
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from disttensor.checks import check_int, check_type
 from disttensor.pipeline.action import Action
 from disttensor.pipeline.costs import Costs
-from disttensor.pipeline.schedule import SHAPES, Clock, Schedule
+from disttensor.pipeline.schedule import SHAPES, Schedule, StageClock
 from disttensor.pipeline.schedules import NAMES
 from disttensor.pipeline.steady import sizes
 from disttensor.progress import bar
@@ -81,7 +81,7 @@ class _GreedyPass:
         self.costs, self.memory_limit = costs, memory_limit
         self.micro_batches, self.chunks = micro_batches, chunks
         route = Schedule([[Action("F", 0, chunks - 1)]] * stages, shape)
-        self.clock = Clock(route, costs.transfer)
+        self.clock = StageClock(route, costs.transfer)
         self.virtual = [[route.virtual(s, c) for c in range(chunks)] for s in range(stages)]
         self.live = [0] * stages
         self.done = [{(kind, c): 0 for kind in "FI" for c in range(chunks)} for _ in range(stages)]
