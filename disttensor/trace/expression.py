@@ -1,7 +1,7 @@
 """Expressions of a recorded program, as data.
 
     Variable    ``t3``: a tensor that a line has made
-    Source      ``x0``, ``p1``: a tensor that the program starts from
+    SourceName  ``x0``, ``p1``: a tensor that the program starts from
     Constant    ``c2``: an object in the scope of the program
     Apply       a call of an expression with expressions
     Attribute   ``x0.local``
@@ -26,7 +26,7 @@ class Variable(Name):
     __slots__ = ()
 
 
-class Source(Name):
+class SourceName(Name):
     __slots__ = ()
 
 

@@ -44,7 +44,7 @@ from disttensor.torch_private import (
     node_number,
     storage_id,
 )
-from disttensor.trace.expression import Apply, Attribute, Source
+from disttensor.trace.expression import Apply, Attribute, SourceName
 from disttensor.trace.results import Results
 from disttensor.trace.tape import Line, LineKind, Tape
 from disttensor.trace.torch_functions import (
@@ -380,11 +380,11 @@ class CallRecorder(Observer):
             self.refuse("it writes to a copy in place of a view of another tensor")
         self.wrote(x)
 
-    def source_of(self, x: Any) -> Source | None:
+    def source_of(self, x: Any) -> SourceName | None:
         """Returns the name of ``x`` if it is a source and its use becomes a line."""
         return None if self.quiet else self.tape.source_of(x)
 
-    def use(self, source: Source, axes: Any, alias: Tensor) -> None:
+    def use(self, source: SourceName, axes: Any, alias: Tensor) -> None:
         """Records that ``alias`` is the local of a source for uses that vary over ``axes``."""
         if self.tape.has_variable(alias):
             return

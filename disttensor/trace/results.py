@@ -14,7 +14,7 @@ from disttensor.tensor.grad_slot import collector_of
 from disttensor.tensor.uses import Derivation, set_aliases, set_derivation, with_versions
 from disttensor.tensor.versions import version
 from disttensor.torch_private import make_subclass
-from disttensor.trace.expression import Apply, Attribute, Source, Variable
+from disttensor.trace.expression import Apply, Attribute, SourceName, Variable
 from disttensor.trace.tape import LineKind, Tape, is_constant, map_container
 from disttensor.trace.world_state import Untraceable
 
@@ -56,7 +56,7 @@ class Results:
             name = self.made[id(x)] = self._new(x)
         return name
 
-    def _source(self, source: Source, x: DistTensor) -> Any:
+    def _source(self, source: SourceName, x: DistTensor) -> Any:
         """Returns a result that is an argument: the argument itself, if the function returned its
         local unchanged, as ``contiguous`` may do."""
         local = self.tape.variable_of(x.local)

@@ -25,7 +25,7 @@ from disttensor.trace.expression import (
     Attribute,
     Constant,
     Name,
-    Source,
+    SourceName,
     Variable,
     define,
     names,
@@ -85,7 +85,7 @@ class Line(NamedTuple):
         """Yields the variables and sources that the line reads, or whose attributes it sets."""
         own = self.makes()
         for name in names((self.target, self.value), Name):
-            if isinstance(name, (Variable, Source)) and name not in own:
+            if isinstance(name, (Variable, SourceName)) and name not in own:
                 yield name
 
 
@@ -107,11 +107,11 @@ class Tape:
         self._names: dict[int, Name] = {}  # id of a regular tensor -> its variable
         self._kept: list[Any] = []  # keeps objects alive whose ids are used
         self._made = 0
-        self.sources = {id(x): Source(name) for name, x in sources.items()}
-        self._locals = {id(getattr(x, "local", x)): Source(name) for name, x in sources.items()}
+        self.sources = {id(x): SourceName(name) for name, x in sources.items()}
+        self._locals = {id(getattr(x, "local", x)): SourceName(name) for name, x in sources.items()}
         self._kept += sources.values()
         self._dist = {name for name, x in sources.items() if isinstance(x, MeshTensor)}
-        self._read: dict[Source, Variable] = {}  # a source -> the variable that has its local
+        self._read: dict[SourceName, Variable] = {}  # a source -> the variable that has its local
 
     # Names ----------------------------------------------------------------------------------------
 
@@ -149,11 +149,11 @@ class Tape:
             self._kept.append(t)
         return found
 
-    def source_of(self, x: Any) -> Source | None:
+    def source_of(self, x: Any) -> SourceName | None:
         """Returns the name of ``x`` if it is a source, else None."""
         return self.sources.get(id(x))
 
-    def local_variable_of(self, source: Source) -> Variable | None:
+    def local_variable_of(self, source: SourceName) -> Variable | None:
         """Returns the variable that has the local of a source as read, or None if unread."""
         return self._read.get(source)
 
