@@ -128,14 +128,14 @@ def rule(
         register(entry, *functions, exact=exact)
         return None
 
-    def enter(make: Callable[..., Factors]) -> Callable[..., Factors]:
+    def decorate(make: Callable[..., Factors]) -> Callable[..., Factors]:
         words = doc or (make.__doc__ or "").split("\n")[0]
         name = funcs[0].__name__ if doc else make.__name__
         entry = Rule(name, make, False, integers, floats, words, setting, sizes)
         register(entry, *funcs, exact=exact)
         return make
 
-    return enter
+    return decorate
 
 
 def replace_rule(func: Function, new: Rule) -> Rule | None:

@@ -16,7 +16,7 @@ from disttensor.core.layout import Layout, balanced_ranges, chunk
 from disttensor.core.placement import Balanced, Partial, Replicate, Shard
 from disttensor.core.spec import DistSpec
 from disttensor.torch_private import outside_modes
-from ops.dealing import Dealing
+from ops.row_exchange import RowExchange
 from reshard.all_gather import all_gather
 from reshard.all_to_all import all_to_all
 from reshard.local_moves import pad_with_neutral
@@ -60,7 +60,7 @@ def _reordered(x: Tensor, spec: DistSpec, axes: Axes, back: bool = False) -> Ten
 
 
 @register(Replicate, Balanced, kind="slice")
-def deal(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
+def exchange_rows(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
     """Cuts ``f32[8]`` to ``f32[8@cp]``: rows 0, 1, 6, 7 are on the first of two ranks. Local."""
     (axis,) = axes
     dim, mesh = _dim(dst, axis), src.mesh
@@ -119,5 +119,5 @@ def _exchanged(x: Tensor, spec: DistSpec, axis: int, to_balanced: bool) -> Tenso
 
     rows = x.movedim(dim, 0)
     flat = rows.reshape(len(rows), math.prod(rows.shape[1:]))
-    (out,) = Dealing(place[axis], have, want, exchange)([flat])
+    (out,) = RowExchange(place[axis], have, want, exchange)([flat])
     return out.view(len(out), *rows.shape[1:]).movedim(0, dim).contiguous()

@@ -114,7 +114,7 @@ def from_pieces(
         local = local.detach()  # a leaf of its own, so that marks of one leave the others
     out = wrap(local, spec)
     if layout.partial:
-        views.hand_out(out)
+        views.mark_given_out(out)
     return out
 
 

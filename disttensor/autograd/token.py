@@ -4,9 +4,9 @@
 local autograd graph like any local, so that ``requires_grad``, ``is_leaf`` and ``backward`` need no
 second mechanism. Shared tokens are made outside the caller's modes. There are four kinds:
 
-    detached   shared by all tensors that need no gradient
+    no_grad    shared by all tensors that need no gradient
     leaf       of a parameter or another leaf that requires grad; never shared
-    orphan     shared by all results that require grad but depend on no tensor that this rank sent
+    no_source  shared by all results that require grad but depend on no tensor that this rank sent
     transfer   made by a transfer between meshes (``disttensor.tensor.reshard``): a backward that
                reaches it receives the gradient of the tensor that this rank sent. A result has the
                transfer token of its arguments; several are joined

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from disttensor.checkpoint import background as writer
-from disttensor.checkpoint import folder
+from disttensor.checkpoint import background_writer, folder
 from disttensor.checkpoint.state import Tensors, check_loadable, collect, parameter_names, restore
 from disttensor.checkpoint.synced_file import Sums, SyncedFile
 from disttensor.checks import check_bool, check_int, check_type
@@ -79,7 +78,7 @@ class Checkpointer:
         """Returns the steps of the complete checkpoints, the newest last."""
         return [saved.step for saved in folder.complete(self.folder)]
 
-    @writer.hold_lock()
+    @background_writer.hold_lock()
     def save(self, step: int, *, background: bool = False, **state: Any) -> None:
         """Saves ``state`` atomically. Raises MismatchError if the ranks have not run the same
         program up to the last optimizer step.
@@ -140,7 +139,9 @@ class Checkpointer:
             self._memory = planner.copies
         except Exception as caught:  # the writer reports it to the other ranks
             job = job._replace(error=caught)
-        self._saving = writer.start(self.folder, partial(self._write, what, job, _group(" writer")))
+        self._saving = background_writer.start(
+            self.folder, partial(self._write, what, job, _group(" writer"))
+        )
 
     def wait(self) -> None:
         """Waits until the background save is complete. Raises its error, on all ranks."""
@@ -150,7 +151,7 @@ class Checkpointer:
             if error is not None:
                 raise error
 
-    @writer.hold_lock()
+    @background_writer.hold_lock()
     def load(self, step: int | None = None, **state: Any) -> int | None:
         """Fills ``state`` from the newest complete checkpoint, or from the checkpoint of ``step``.
         Returns its step, or None if there is none. ``state`` may be a part of the saved state.
@@ -191,7 +192,9 @@ class Checkpointer:
 
     def _wait(self) -> None:
         self.wait()
-        writer.wait(self.folder)  # of other Checkpointers, which raise the errors themselves
+        background_writer.wait(
+            self.folder
+        )  # of other Checkpointers, which raise the errors themselves
 
     def _find(self, step: int | None) -> Path | None:
         found = [s for s in folder.complete(self.folder) if step is None or s.step == step]

@@ -19,7 +19,7 @@ from disttensor.dispatch.key import depends_on_floats, describe_call, key_of, me
 from disttensor.dispatch.outputs import check_outputs
 from disttensor.dispatch.plan_call import plan_call
 from disttensor.dispatch.resolve import HANDLERS, OF_KEY, resolve
-from disttensor.dispatch.run import carry_out, run
+from disttensor.dispatch.run import run, run_planned
 from disttensor.dispatch.writes import note_error
 from disttensor.errors import refuse_collectives
 from disttensor.observe import begin_call, observers
@@ -51,7 +51,7 @@ def dispatch(
                 wait_for(t)
         uncached = plan_of(func, args, kwargs or {})
         begin_call(uncached)
-        return carry_out(uncached, args, kwargs or {}, check_outputs)
+        return run_planned(uncached, args, kwargs or {}, check_outputs)
     planned = _known(key)
     if planned is None:
         planned = start(func, args, kwargs, key)
@@ -62,7 +62,7 @@ def dispatch(
     try:
         if type(planned) is CallPlan and planned.is_checked:
             return run(planned, args, kwargs or {})
-        return carry_out(planned, args, kwargs, partial(_check, key))
+        return run_planned(planned, args, kwargs, partial(_check, key))
     except BaseException as error:
         note_error(error, planned, args[0] if args else None)
         raise
@@ -182,7 +182,7 @@ def dispatch_by_value(planned: PythonCall, args: Sequence[Any], kwargs: dict[str
     try:
         key = func, *[key_of(a, floats=True) for a in (*args, *kwargs.items())]
     except Uncacheable:
-        return carry_out(plan_of(func, args, kwargs, valued=True), args, kwargs, check_outputs)
+        return run_planned(plan_of(func, args, kwargs, valued=True), args, kwargs, check_outputs)
     if setting is not None:
         key = (*key, setting())
     found = PLANS.get(key)
@@ -192,7 +192,7 @@ def dispatch_by_value(planned: PythonCall, args: Sequence[Any], kwargs: dict[str
     if found.call is not None:
         record_call(found)
         begin_call(found)
-    return carry_out(found, args, kwargs, partial(_check, key))
+    return run_planned(found, args, kwargs, partial(_check, key))
 
 
 def dispatch_without_out(planned: PythonCall, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

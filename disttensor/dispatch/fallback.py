@@ -68,7 +68,7 @@ def writes(func: Function) -> bool:
 
 
 # Arguments that torch functions write without a sign in the name or in a version counter
-UNTOLD: dict[Function, dict[str, int]] = {
+UNDECLARED_WRITES: dict[Function, dict[str, int]] = {
     torch.batch_norm: {"running_mean": 3, "running_var": 4},
     torch.fused_moving_avg_obs_fake_quant: {
         "running_min": 3, "running_max": 4, "scale": 5, "zero_point": 6,
@@ -80,7 +80,7 @@ def written_by(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> l
     """Returns the tensors that a call changes: its first argument by torch's naming convention, and
     the arguments that the schema of a custom op marks as written."""
     found = collect([*args, *kwargs.values()][:1], []) if writes(func) else []
-    places = dict(UNTOLD.get(func, {}))
+    places = dict(UNDECLARED_WRITES.get(func, {}))
     for schema in schemas_of(func):
         for i, one in enumerate(schema.arguments):
             if one.alias_info is not None and one.alias_info.is_write:

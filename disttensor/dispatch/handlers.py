@@ -14,7 +14,7 @@ from disttensor.dispatch.fallback import gather_and_run
 from disttensor.dispatch.resolve import HANDLERS, OF_KEY, handler
 from disttensor.tensor import backward, memory
 from disttensor.tensor.dist_tensor import DistTensor, wrap
-from disttensor.tensor.in_place import become
+from disttensor.tensor.in_place import replace_in_place
 from disttensor.torch_private import is_view
 
 Tensor = torch.Tensor
@@ -98,7 +98,9 @@ def _is_set_to(x: Any, other: Any) -> bool:
 def _view_in_place(name: str) -> None:
     """Registers an in-place view such as ``x.t_()``: x becomes the view."""
     view = getattr(Tensor, name.removesuffix("_"))
-    HANDLERS[getattr(Tensor, name)] = lambda x, *args, **kwargs: become(x, view(x, *args, **kwargs))
+    HANDLERS[getattr(Tensor, name)] = lambda x, *args, **kwargs: replace_in_place(
+        x, view(x, *args, **kwargs)
+    )
 
 
 for _name in (
@@ -128,7 +130,7 @@ def _resize(x: DistTensor, *args: Any, **kwargs: Any) -> DistTensor:
     plain = isinstance(like, Tensor) and type(like) is not DistTensor
     if not x.numel() and tuple(shape) != tuple(x.spec.shape) and not plain:
         empty: Any = x.new_zeros(tuple(shape))
-        become(x, empty)
+        replace_in_place(x, empty)
         return x
     if tuple(shape) != tuple(x.spec.shape) or plain:
         raise RuntimeError(

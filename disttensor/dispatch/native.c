@@ -9,7 +9,7 @@
  *     C cannot compute the key        disttensor.dispatch.dispatch.dispatch
  *     the first call of a key         dispatch.first_call, which returns the plan, too
  *     the plan is not native,
- *     or an argument does not fit     run.carry_out, before anything has run
+ *     or an argument does not fit     run.run_planned, before anything has run
  *
  * Calls with equal words have one key in Python (dispatch/key.py). Some words are addresses of
  * objects. The NativePlan keeps these objects alive, so that no other object has their address.
@@ -57,8 +57,8 @@
     X(shape) X(dtype) X(requires_grad) X(grad_fn) X(is_leaf) /* of Tensor */ \
     X(make_subclass) X(is_grad_enabled) X(autocast_is_on) /* of torch */ \
     X(functions_are_seen) X(modes_see_functions) \
-    X(dispatch) X(first_call) X(carry_out) X(note) X(note_error) X(wrap_outputs) X(derive) \
-    X(written) X(count) X(share) X(nothing) X(orphan) \
+    X(dispatch) X(first_call) X(run_planned) X(note) X(note_error) X(wrap_outputs) X(derive) \
+    X(written) X(count) X(share) X(no_grad_token) X(no_source_token) \
     X(LIVE) /* a dict that is mostly empty */
 
 /* Names of attributes. */
@@ -363,7 +363,7 @@ typedef struct {
     PyObject_HEAD
     PyObject *plan; /* a CallPlan, Answer or PythonCall: for Python */
     PyObject *kept; /* a list of the objects whose addresses are in the key */
-    enum { PYTHON, IN_MESH, OFF_MESH, ANSWER } how; /* PYTHON: run.carry_out */
+    enum { PYTHON, IN_MESH, OFF_MESH, ANSWER } how; /* PYTHON: run.run_planned */
     int is_compared;      /* do other ranks compare their calls with this one? */
     PyObject *answer;     /* of a question that the key answers */
     PyObject *local;      /* the function on locals */
@@ -372,7 +372,7 @@ typedef struct {
     PyObject *order;      /* the numbers of the caller's arguments in the one form, or None */
     PyObject *structure;  /* off the mesh: the class of several results, or None */
     PyObject *sources;    /* off the mesh: the numbers of the tensors that the results depend on */
-    PyObject *no_token, *orphan; /* off the mesh, owned: the tokens of results without a transfer */
+    PyObject *no_grad_token, *no_source_token; /* off the mesh, owned: the tokens of results without a transfer */
     int is_view, may_reuse, untracked_writes, no_graph, derives;
     Py_ssize_t nargs, nreads, nresults;
     Read *reads;
@@ -385,8 +385,8 @@ traverse_plan(PyObject *self, visitproc visit, void *arg)
     NativePlan *p = (NativePlan *)self;
     Py_VISIT(p->plan);
     Py_VISIT(p->kept);
-    Py_VISIT(p->no_token);
-    Py_VISIT(p->orphan);
+    Py_VISIT(p->no_grad_token);
+    Py_VISIT(p->no_source_token);
     for (Py_ssize_t i = 0; p->results && i < p->nresults; i++) {
         Py_VISIT(p->results[i].arguments);
     }
@@ -403,8 +403,8 @@ free_plan(PyObject *self)
     }
     PyMem_Free(p->results);
     PyMem_Free(p->reads);
-    Py_XDECREF(p->no_token);
-    Py_XDECREF(p->orphan);
+    Py_XDECREF(p->no_grad_token);
+    Py_XDECREF(p->no_source_token);
     Py_XDECREF(p->plan);
     Py_XDECREF(p->kept);
     Py_TYPE(self)->tp_free(self);
@@ -551,11 +551,11 @@ set_plan(NativePlan *p, PyObject *plan)
     }
     PyObject *template = field(plan, state.str.template), *mesh = field(plan, state.str.mesh);
     PyObject *device = mesh ? PyObject_GetAttr(mesh, state.str.device) : NULL;
-    p->no_token = device ? PyObject_CallOneArg(state.nothing, device) : NULL;
-    p->orphan = p->no_token ? PyObject_CallOneArg(state.orphan, device) : NULL;
+    p->no_grad_token = device ? PyObject_CallOneArg(state.no_grad_token, device) : NULL;
+    p->no_source_token = p->no_grad_token ? PyObject_CallOneArg(state.no_source_token, device) : NULL;
     Py_XDECREF(device);
     p->how = OFF_MESH;
-    return template && p->orphan && set_template(p, template);
+    return template && p->no_source_token && set_template(p, template);
 }
 
 /* Returns a NativePlan of a plan. NULL, with an error set, where that is not one of dispatch's. */
@@ -704,7 +704,7 @@ run_in_python(const NativePlan *p, Call *call)
         return NULL;
     }
     PyObject *args[] = {p->plan, call->args, call->kwargs ? call->kwargs : Py_None};
-    return PyObject_Vectorcall(state.carry_out, args, 3, NULL);
+    return PyObject_Vectorcall(state.run_planned, args, 3, NULL);
 }
 
 /* Returns whether autograd records what is made of a local. -1: an error. */
@@ -949,7 +949,7 @@ run_in_mesh(const NativePlan *p, Call *call, PyObject *tensors)
 static PyObject *
 join(const NativePlan *p, PyObject *tensors)
 {
-    PyObject *joined = p->no_token; /* borrowed: the tensors and the plan hold all tokens */
+    PyObject *joined = p->no_grad_token; /* borrowed: the tensors and the plan hold all tokens */
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(p->sources); i++) {
         PyObject *x = numbered(tensors, PyTuple_GET_ITEM(p->sources, i));
         PyObject *token = x && is_dist(x) ? get(state.local, x) : NULL, *node;
@@ -957,13 +957,13 @@ join(const NativePlan *p, PyObject *tensors)
         if (!token || Py_TYPE(token) != (PyTypeObject *)state.Tensor) {
             return NULL;
         }
-        int needs = token == p->orphan;
-        if (!needs && token != joined && token != p->no_token) {
+        int needs = token == p->no_source_token;
+        if (!needs && token != joined && token != p->no_grad_token) {
             if (!(node = get(state.grad_fn, token))) {
                 return NULL;
             }
             Py_DECREF(node);
-            if (node != Py_None && joined != p->no_token && joined != p->orphan) {
+            if (node != Py_None && joined != p->no_grad_token && joined != p->no_source_token) {
                 return NULL;
             }
             joined = node == Py_None ? joined : token; /* a transfer, or not */
@@ -972,11 +972,11 @@ join(const NativePlan *p, PyObject *tensors)
         if (needs < 0) {
             return NULL;
         }
-        joined = needs && joined == p->no_token ? p->orphan : joined;
+        joined = needs && joined == p->no_grad_token ? p->no_source_token : joined;
     }
-    if (joined != p->no_token) {
+    if (joined != p->no_grad_token) {
         int graph = is_true(PyObject_CallNoArgs(state.is_grad_enabled));
-        joined = graph < 0 ? NULL : graph ? joined : p->no_token;
+        joined = graph < 0 ? NULL : graph ? joined : p->no_grad_token;
     }
     return Py_XNewRef(joined);
 }

@@ -97,12 +97,12 @@ def _configure(module: Any) -> None:
         make_subclass=make_subclass, is_grad_enabled=torch.is_grad_enabled,
         autocast_is_on=autocast_is_on,
         functions_are_seen=torch_functions_are_seen, modes_see_functions=modes_see_functions,
-        dispatch=dispatch.dispatch, first_call=dispatch.first_call, carry_out=run.carry_out,
+        dispatch=dispatch.dispatch, first_call=dispatch.first_call, run_planned=run.run_planned,
         note=compare_programs.record_call, note_error=writes.note_error,
         wrap_outputs=outputs.wrap_outputs,
         derive=run.derive,
         written=writes.mark_written, count=versions.count, share=views.register_view,
-        nothing=token.no_grad_token, orphan=token.no_source_token, LIVE=views.LIVE,
+        no_grad_token=token.no_grad_token, no_source_token=token.no_source_token, LIVE=views.LIVE,
     )  # fmt: skip
     call_when_cleared(module.plans.clear)
     for name in METHODS:

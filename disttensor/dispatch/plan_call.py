@@ -1,4 +1,4 @@
-"""Plans a call whose rule is known: ``resolve.Plan`` -> ``CallPlan``, on the mesh or off it."""
+"""Plans a call whose rule is known: ``RulePlan`` -> ``CallPlan``, on the mesh or off it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from disttensor.dispatch.resolve import RulePlan
 from disttensor.dispatch.writes import is_untracked
 from disttensor.meta import execute
 from disttensor.pytree import collect
-from disttensor.random.state import IDLE
+from disttensor.random.state import DRAWS_NOTHING
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.reshard import is_local_relabel
 from ops.answer import TensorResult, is_dynamic, surroundings
@@ -126,7 +126,7 @@ def plan_off_mesh(
         options: ``order``, ``may_reuse`` and ``reduce_first`` of the plan.
     """
     found = execute.metadata_of_results(func, mesh, args, kwargs)
-    draws: Any = IDLE.get(getattr(func, "__name__", "").rstrip("_"))
+    draws: Any = DRAWS_NOTHING.get(getattr(func, "__name__", "").rstrip("_"))
     if draws is not None and _by_key(args, kwargs):
         draws = not draws(*args, **kwargs)
     tensors = collect((args, kwargs), [])

@@ -43,12 +43,12 @@ OF_KEY: set[Function] = set()  # functions whose result depends on the key of th
 def handler(*funcs: Function) -> Callable[[Function], Function]:
     """Registers a handler of these functions, for calls with a DistTensor among the arguments."""
 
-    def enter(answer: Function) -> Function:
+    def decorate(answer: Function) -> Function:
         for func in funcs:
             HANDLERS[func] = answer
         return answer
 
-    return enter
+    return decorate
 
 
 @dataclass(slots=True)
@@ -150,9 +150,9 @@ class Resolution:
 
 
 # decisions for calls that differ in sizes only
-_ALIKE: Cache[Any, tuple[Factors, Decision]] = Cache(4096)
+_OF_ANY_SIZE: Cache[Any, tuple[Factors, Decision]] = Cache(4096)
 # decisions for calls on all meshes of one shape, as the meshes of stages
-_SAME: Cache[Any, tuple[Factors, Decision]] = Cache(4096, lasting=True)
+_OF_ANY_MESH: Cache[Any, tuple[Factors, Decision]] = Cache(4096, lasting=True)
 
 
 def resolve(
@@ -176,14 +176,14 @@ def resolve(
     mesh, rule, alike, same = specs[0].mesh, RULES[func], None, None
     if key is not None and rule.sizes == "letters":
         alike = rule, mesh.shape, key_without_sizes(key)
-        known = _ALIKE.get(alike)
+        known = _OF_ANY_SIZE.get(alike)
         sizes = None if known is None else sizes_of(known[0], [s.shape for s in specs])
         if known is not None and sizes is not None:
             shapes = known[0].shapes_for(sizes)
             return Resolution("rule", plan=RulePlan(func, form, rule, *known, mesh, specs, shapes))
     if key is not None and of_no_mesh(func, key):
         same = rule, mesh.shape, key_without_sizes(key), *[s.shape for s in specs]
-        known = _SAME.get(same)
+        known = _OF_ANY_MESH.get(same)
         if known is not None:
             shapes = known[0].output_shapes()
             return Resolution("rule", plan=RulePlan(func, form, rule, *known, mesh, specs, shapes))
@@ -222,9 +222,9 @@ def resolve(
             kind = type(t).__name__
             return Resolution("gather", f"a {kind} among the arguments stays whole")
     if alike and not own and of_any_size(factors, decision, [s.shape for s in specs]):
-        _ALIKE[alike] = factors, decision
+        _OF_ANY_SIZE[alike] = factors, decision
     if same is not None and not own:
-        _SAME[same] = factors, decision
+        _OF_ANY_MESH[same] = factors, decision
     shapes = factors.output_shapes()
     plan = RulePlan(func, form, rule, factors, decision, mesh, specs, shapes)
     return Resolution("rule", plan=plan)

@@ -40,7 +40,7 @@ _setitem: Callable[..., Any] = Tensor.__setitem__
 _grad: Callable[[], bool] = torch.is_grad_enabled
 
 
-def carry_out(
+def run_planned(
     planned: Planned, args: Sequence[Any], kwargs: Any, check: Check | None = None
 ) -> Any:
     """Runs a planned call. ``check``, for the first call of a plan, compares the results with the
@@ -55,7 +55,7 @@ def carry_out(
 def run(
     plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any], check: Check | None = None
 ) -> Any:
-    """Runs a call. ``check``: see ``carry_out``."""
+    """Runs a call. ``check``: see ``run_planned``."""
     if kwargs and plan.order is not None:
         args, kwargs = _in_order(plan, args, kwargs)
     if plan.is_simple and check is None and not observers:  # the fast path: most calls

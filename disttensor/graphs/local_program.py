@@ -23,13 +23,13 @@ from disttensor.graphs.late_waits import with_late_waits
 from disttensor.graphs.opaque_call import OPERATORS, identities, opaque
 from disttensor.graphs.traced_comm import (
     REFUSED,
-    Way,
+    TracedTransition,
     number_of,
     register,
     traced_gather,
     traced_reshard,
     traced_sum,
-    way_of,
+    traced_transition,
 )
 from disttensor.progress import say
 from disttensor.settings import snapshot
@@ -190,7 +190,7 @@ def _text(line: Statement) -> str:
 
 def _starts(x: Any) -> bool:
     """Returns True if a reshard in an expression is started and waited for."""
-    if isinstance(x, Way):
+    if isinstance(x, TracedTransition):
         return x.starts
     return isinstance(x, (list, tuple)) and any(map(_starts, x))
 
@@ -256,9 +256,9 @@ def _traceable(func: Function, args: Sequence[Any]) -> tuple[Function, tuple[Any
 def _transition(transition: GradTransition) -> tuple[Any, ...]:
     partial = (*transition.src.spec.layout.partial, *transition.dst.spec.layout.partial)
     if any(op not in ("sum", "avg") for _, op in partial):  # has no gradient
-        return way_of(transition), Way(REFUSED, False), 1.0
+        return traced_transition(transition), TracedTransition(REFUSED, False), 1.0
     back, scale = transition.backward()
-    return way_of(transition), way_of(back), scale
+    return traced_transition(transition), traced_transition(back), scale
 
 
 def _named(func: Function) -> str:

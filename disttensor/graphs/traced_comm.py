@@ -32,7 +32,7 @@ REFUSED = -2  # the number of the gradient of a pending reduction that has none
 _next = count()  # never the same number in two worlds: a program of an ended world finds nothing
 
 
-class Way(NamedTuple):
+class TracedTransition(NamedTuple):
     """The number of a transition, and whether it is started and waited for."""
 
     number: int
@@ -83,8 +83,8 @@ def numbered(number: int) -> Any:
     return found
 
 
-def way_of(transition: GradTransition) -> Way:
-    return Way(number_of(transition), _beginning(transition) is not None)
+def traced_transition(transition: GradTransition) -> TracedTransition:
+    return TracedTransition(number_of(transition), _beginning(transition) is not None)
 
 
 def _beginning(transition: GradTransition) -> Callable[[Tensor], Work[Tensor]] | None:
@@ -134,8 +134,8 @@ def small_tensor() -> Tensor:
     return torch.empty(1, dtype=torch.uint8, device="cpu")
 
 
-def _traced(x: Tensor, way: Way) -> Tensor:
-    number, starts = way
+def _traced(x: Tensor, transition: TracedTransition) -> Tensor:
+    number, starts = transition
     if not starts:
         out: Tensor = torch.ops.disttensor.reshard(x, number)
     else:
@@ -163,30 +163,43 @@ def _fake_all_gather(x: Tensor, group: int) -> Tensor:
 
 class _TracedReshard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, way: Way, back: Way, scale: float, held: Any) -> Tensor:
-        ctx.back, ctx.scale = back, scale
-        if held is not None or way[0] == NOTHING:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        transition: TracedTransition,
+        grad_transition: TracedTransition,
+        scale: float,
+        held: Any,
+    ) -> Tensor:
+        ctx.grad_transition, ctx.scale = grad_transition, scale
+        if held is not None or transition[0] == NOTHING:
             out = x if held is None else held
             return out.view_as(out)
-        return _traced(x, way)
+        return _traced(x, transition)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         if ctx.scale != 1.0:
             grad = grad * ctx.scale
-        if ctx.back[0] == REFUSED:
+        if ctx.grad_transition[0] == REFUSED:
             raise RuntimeError("a pending max, min, prod, any or all has no gradient")
-        if ctx.back[0] != NOTHING:
-            grad = _traced(grad, ctx.back)
+        if ctx.grad_transition[0] != NOTHING:
+            grad = _traced(grad, ctx.grad_transition)
         return grad, None, None, None, None
 
 
 def traced_reshard(
-    x: Tensor, way: Way, back: Way, scale: float, held: list[Tensor] | None = None
+    x: Tensor,
+    transition: TracedTransition,
+    grad_transition: TracedTransition,
+    scale: float,
+    held: list[Tensor] | None = None,
 ) -> Tensor:
-    """Returns the local after the transition ``way``. Its gradient goes through ``back``, after a
-    multiplication by ``scale``. ``held``: the result, if it was already communicated."""
-    out: Tensor = _TracedReshard.apply(x, way, back, scale, held[0] if held else None)
+    """Returns the local after ``transition``. Its gradient goes through ``grad_transition``, after
+    a multiplication by ``scale``. ``held``: the result, if it was already communicated."""
+    out: Tensor = _TracedReshard.apply(
+        x, transition, grad_transition, scale, held[0] if held else None
+    )
     return out
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from disttensor.comm.process_group import open_store
 from disttensor.errors import RankError
-from disttensor.launching.rank import ENDED
+from disttensor.launching.rank import LEFT_GROUPS
 from disttensor.runtime import current_runtime
 
 GRACE = 6.0  # seconds after a symptom in which its cause may be reported
@@ -80,7 +80,7 @@ class Children:
         process = start(there)
         if process.pid == 0:
             gc.freeze()  # the parent's garbage may refer to threads that a fork does not have
-            self.kept = list(ENDED)
+            self.kept = list(LEFT_GROUPS)
             for connection in (here, *self.connections.values()):
                 connection.close()
             return there
@@ -88,7 +88,7 @@ class Children:
         self.processes[rank], self.connections[rank] = process, here
         return None
 
-    def meet(self) -> int:
+    def start_store(self) -> int:
         """Starts the store of the world, and sends its port to all ranks. Returns the port."""
         self.store = open_store("127.0.0.1", 0, keeps=True)
         for connection in self.connections.values():

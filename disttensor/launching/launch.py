@@ -83,7 +83,7 @@ def launch(
             there = children.start(rank, functools.partial(start, rank))
             if there is not None:  # this process is the fork
                 run_rank(rank, size, parent, there, fn, args)
-        children.meet()
+        children.start_store()
         missing = children.receive(math.inf if timeout is None else timeout)
         children.check()
         if missing:

@@ -26,7 +26,7 @@ from disttensor.comm.groups import Group
 from disttensor.comm.process_group import environment_set, join_world
 from disttensor.errors import CommError, DistTensorError
 from disttensor.launching.children import GRACE, Children, Forked, check_alone
-from disttensor.launching.rank import Lines, become_rank, end_rank, environment, leave_world
+from disttensor.launching.rank import LinePrefixer, become_rank, end_rank, environment, leave_world
 from disttensor.observe import Observer
 from disttensor.runtime import current_runtime
 from disttensor.torch_private import default_group, default_store, set_timeout
@@ -109,7 +109,7 @@ class local_ranks:
     def _lead(self) -> None:
         """Makes this process rank 0."""
         threads, prompt = torch.get_num_threads(), pdb.Pdb.interaction
-        variables = environment(0, self._size, self._children.meet())
+        variables = environment(0, self._size, self._children.start_store())
         self._undo.enter_context(environment_set(variables))
         self._undo.callback(torch.set_num_threads, threads)
         torch.set_num_threads(1)  # as in the forks: the same numbers on all ranks
@@ -199,7 +199,7 @@ def _silence(prefix: str | None) -> None:
     os.dup2(null, 0)
     sys.stdin = open(os.devnull)  # noqa: SIM115
     if prefix is not None:
-        sys.stdout, sys.stderr = (Lines(s, prefix) for s in (sys.stdout, sys.stderr))
+        sys.stdout, sys.stderr = (LinePrefixer(s, prefix) for s in (sys.stdout, sys.stderr))
         return
     for number in (1, 2):
         os.dup2(null, number)

@@ -32,14 +32,14 @@ from disttensor.torch_private import process_groups
 
 # Process groups of worlds that were left. A fork keeps them: it does not have their threads, for
 # which their destructors would wait.
-ENDED: weakref.WeakSet[Any] = weakref.WeakSet()
+LEFT_GROUPS: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 # A line with its end. A progress bar ends each of its lines by a carriage return.
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)")
 
 
-class Lines(io.TextIOBase):
+class LinePrefixer(io.TextIOBase):
     """Writes whole lines, with a prefix, to another stream: lines of several ranks do not mix."""
 
     def __init__(self, stream: Any, prefix: str = "") -> None:
@@ -99,7 +99,7 @@ def become_rank(rank: int, size: int, parent: int, connection: Connection) -> No
     vars(sys).pop("last_value", None)  # an earlier error of the parent
     torch.set_num_threads(1)  # the threads of OpenMP do not survive a fork
     if not isinstance(sys.stdout, io.TextIOWrapper):  # in a notebook, which shows each write
-        sys.stdout, sys.stderr = Lines(sys.stdout), Lines(sys.stderr)
+        sys.stdout, sys.stderr = LinePrefixer(sys.stdout), LinePrefixer(sys.stderr)
     os.environ.update(environment(rank, size, connection.recv()))
 
 
@@ -109,7 +109,7 @@ def leave_world() -> None:
     if dist.is_initialized():
         send_queue.leave()
         failure_watch.leave()
-        ENDED.update(process_groups())
+        LEFT_GROUPS.update(process_groups())
         current_runtime().groups.clear()
         dist.destroy_process_group()
         current_runtime()
@@ -136,7 +136,7 @@ def end_rank(
             kind = "symptom" if isinstance(error, CommError) else "cause"
             report = kind, f"{headline(error)}\n\n{text}"
         for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, Lines):  # the parent ends this process after the report
+            if isinstance(stream, LinePrefixer):  # the parent ends this process after the report
                 stream.finish()
         connection.send(report)
     finally:

@@ -35,7 +35,7 @@ from disttensor.graph_nodes import nodes_of
 from disttensor.pipeline.transfer import Transfer, TransferState, received, sent
 from disttensor.pipeline.unsplit import warn_unsplit
 from disttensor.pipeline.visit_graph import VisitGraph, divide
-from disttensor.tensor.backward import run_given, seed
+from disttensor.tensor.backward import initial_grad, run_given
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.reshard import MICRO_BATCH
 from disttensor.torch_private import node_number
@@ -276,7 +276,7 @@ class MicroBatchGraph:
         for number in range(last, first - 1, -1):
             visit, found = self.visits[number], list[tuple[GradientEdge, Tensor]]()
             if number == len(self.visits) - 1 and loss.is_initialized:
-                found.append((get_gradient_edge(loss.local), seed(loss, None)))
+                found.append((get_gradient_edge(loss.local), initial_grad(loss, None)))
             awaited = [
                 t for t in reversed(self.transfers) if t.sent_in == number and t.state in _ARRIVES
             ]

@@ -159,7 +159,7 @@ def _attention(
 
 # Name (without a trailing "_") -> whether a call in its one form draws nothing, for functions whose
 # rules draw or not by the values of a call.
-IDLE: dict[str, Callable[..., bool]] = {
+DRAWS_NOTHING: dict[str, Callable[..., bool]] = {
     "dropout": _dropout,
     "feature_dropout": _dropout,
     "alpha_dropout": _alpha_dropout,

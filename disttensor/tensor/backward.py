@@ -53,7 +53,7 @@ class Backward(MeshTensor):
         spec = self.spec
         compare_programs.record_entry("backward", spec)
         if gradient is not None or not starts_from_one(spec):
-            gradient = seed(self, gradient)
+            gradient = initial_grad(self, gradient)
         run_backward([self.local], [gradient], retain_graph, create_graph, inputs)
 
 
@@ -128,7 +128,7 @@ def _meant(x: Any) -> Any:
     return DIST_ARGUMENTS.get().get(x, x) if isinstance(x, Tensor) else x
 
 
-def seed(x: MeshTensor, gradient: Any) -> Tensor:
+def initial_grad(x: MeshTensor, gradient: Any) -> Tensor:
     """Returns the gradient of x's local for the ``gradient`` of the global tensor (None: 1 for a
     scalar)."""
     typed, divide = gradient_type(GradType(x.spec))
@@ -159,14 +159,14 @@ def _roots(outputs: Any, grads: Any) -> tuple[list[Tensor], list[Tensor | None]]
     one = grads is None or isinstance(grads, Tensor)
     pairs = list(zip(outs, (grads,) * len(outs) if one else tuple(grads), strict=True))
     roots: list[Any] = []
-    seeds: list[Tensor | None] = []
+    initial_grads: list[Tensor | None] = []
     for o, g in pairs:
         node = tensor_node(o)
         x = o if node is None else node.of
         local = x.local if isinstance(x, MeshTensor) else x
         roots.append(node.places[0][1] if node is not None and node.places else local)
-        seeds.append(seed(x, g) if isinstance(x, MeshTensor) else g)
-    return roots, seeds
+        initial_grads.append(initial_grad(x, g) if isinstance(x, MeshTensor) else g)
+    return roots, initial_grads
 
 
 def autograd_backward(

@@ -58,7 +58,7 @@ def prepare_to_read(x: MeshTensor) -> Box | None:
 
 
 class Checkpointable(MeshTensor):
-    _settled: Any = None  # the reduced value, written for a value that is still pending
+    _reduced_copy: Any = None  # the reduced value, written for a value that is still pending
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
         """Returns the items to write. A pending value is reduced: all ranks of the mesh call it."""
@@ -70,7 +70,7 @@ class Checkpointable(MeshTensor):
         dst = spec_of_boxes(self.spec)
         if dst is not self.spec:
             with torch.no_grad():
-                x = self._settled = resharded(self, dst)
+                x = self._reduced_copy = resharded(self, dst)
         if not has_box(x):
             return []
         properties = metadata.TensorProperties.create_from_tensor(x.local.detach())
@@ -85,7 +85,7 @@ class Checkpointable(MeshTensor):
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         """Returns the piece of this rank, to be written or read into."""
-        x: MeshTensor = self if self._settled is None else self._settled
+        x: MeshTensor = self if self._reduced_copy is None else self._reduced_copy
         return x.local.detach()
 
 

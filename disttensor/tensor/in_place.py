@@ -89,7 +89,7 @@ class InPlace(MeshTensor):
     def data(self) -> Self:
         out = _share_memory(self, self.local.data)
         views.view_state(out).uncounted = True
-        views.hand_out(self)
+        views.mark_given_out(self)
         return out
 
     @data.setter
@@ -211,7 +211,7 @@ def _share_memory(x: InPlace, local: Tensor) -> Any:
     return out
 
 
-def become(x: MeshTensor, value: MeshTensor) -> MeshTensor:
+def replace_in_place(x: MeshTensor, value: MeshTensor) -> MeshTensor:
     """Makes x take the local and the spec of ``value``, for an in-place change of shape."""
     if x.local.requires_grad and x.local.is_leaf and torch.is_grad_enabled():
         raise RuntimeError(

@@ -124,7 +124,7 @@ class Values(MeshTensor):
             views.check(self)
         if not self.is_initialized:
             return self.local.to(self.spec.dtype)
-        views.hand_out(self)
+        views.mark_given_out(self)
         return self.local_for(axes)
 
     def full_tensor(self, *, everywhere: bool = False, grad_placements: Any = None) -> Tensor:

@@ -49,7 +49,7 @@ def is_shared(local: torch.Tensor) -> bool:
     return hasattr(local.untyped_storage(), "is_counted_apart")
 
 
-def mark_handed_out(local: torch.Tensor) -> None:
+def mark_storage_given_out(local: torch.Tensor) -> None:
     """Marks memory that this rank's user may write to in ways that nothing counts."""
     storage: Any = local.untyped_storage()
     storage.handed_out = True

@@ -18,7 +18,7 @@ import torch
 
 from disttensor.errors import name_of
 from disttensor.pytree import collect
-from disttensor.tensor.versions import count, mark_handed_out
+from disttensor.tensor.versions import count, mark_storage_given_out
 from disttensor.torch_private import copied_storages, make_subclass, storage_id
 
 # storage -> the tensors of which a write to it changes something: copies in place of views, and
@@ -107,12 +107,12 @@ def follow_writes(x: Any, key: int) -> None:
     LIVE.setdefault(key, []).append(weakref.ref(x, gone))
 
 
-def hand_out(x: Any) -> None:
+def mark_given_out(x: Any) -> None:
     """Marks the local of a pending ``x``, which this rank's user gets. The user may write to it in
     ways that nothing counts (NumPy), so kept reductions of it are compared by content. A read
     changes nothing else: it may happen on one rank only."""
     if x.spec.layout.partial and x.is_initialized:
-        mark_handed_out(x.local)
+        mark_storage_given_out(x.local)
         for ref in LIVE.get(storage_id(x.local.untyped_storage()), ()):
             other = ref()
             if other is not None and other._reduced is not None:

@@ -41,7 +41,7 @@ class OffMeshProgram:
     specs: list[DistSpec]
     draws: int
     spec: DistSpec  # of an input
-    nothing: Tensor  # the token of results that need no gradient
+    no_grad: Tensor  # the token of results that need no gradient
     no_source: Tensor  # the token of results that depend on no tensor that this rank sent
     single: bool  # the result is one new tensor, which is no view
 
@@ -60,7 +60,7 @@ class OffMeshProgram:
             state.draw(mesh, "fast")
         if not self.single:
             return execute.fill_results(result, self.specs, [*inputs, self.no_source], mesh.device)
-        joined = self.nothing
+        joined = self.no_grad
         if result.sources:  # as token.join: gradients are on, and the last source is the no_source
             joined = self.no_source
             for i in result.sources[:-1]:

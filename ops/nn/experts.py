@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from disttensor.core.layout import Axes, box_at
-from ops.dealing import Exchanged, TokenExchange
 from ops.factors import Arg, Factors
 from ops.local import LocalCall
 from ops.nn.routing import Range, Route, narrow, route, spread, without_data
 from ops.registry import rule
+from ops.row_exchange import Exchanged, TokenExchange
 
 Experts = Callable[..., Tensor]  # (rows [pairs, d], counts, *parameters) -> [pairs, d]
 

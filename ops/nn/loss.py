@@ -28,7 +28,7 @@ def losses(*funcs: Function, doc: str) -> Callable[..., Any]:
     """Registers a rule of these functions of Python. The rule and its local function receive all
     arguments by name."""
 
-    def enter(make: Callable[..., Factors]) -> Callable[..., Factors]:
+    def decorate(make: Callable[..., Factors]) -> Callable[..., Factors]:
         for func in funcs:
             names = [*signature(func).parameters]
             factors: Any = partial(_factors, make, names)
@@ -36,7 +36,7 @@ def losses(*funcs: Function, doc: str) -> Callable[..., Any]:
             rule(func, exact=True, doc=doc)(factors)
         return make
 
-    return enter
+    return decorate
 
 
 def _factors(make: Callable[..., Factors], names: list[str], *args: Any, **words: Any) -> Factors:

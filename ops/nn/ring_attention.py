@@ -21,12 +21,12 @@ from torch import Tensor
 
 from disttensor.core.layout import Box, Range, Ranges, balanced_ranges
 from disttensor.torch_private import autocast_is_on
-from ops.dealing import Dealing, Exchanged
 from ops.dtypes import autocast, wide
 from ops.local import DrawProtocol, LocalCall, LocalPiece
 from ops.nn.attention_block import Hidden, attend, attend_backward, merge
 from ops.nn.halo import ranges_of
 from ops.nn.ring_schedule import Pair, Ring
+from ops.row_exchange import Exchanged, RowExchange
 
 
 class Factor(NamedTuple):
@@ -205,7 +205,7 @@ def ring(call: LocalCall, dropout_p: float, is_causal: bool) -> Callable[..., An
         return call.collectives.exchange(sent, numels, axes)
 
     made = Ring(me, held[0], held[1], is_causal, exchange)
-    dealing = Dealing(me, tuple((r,) for r in pieces[0]), held[0], exchange)
+    exchange_of_rows = RowExchange(me, tuple((r,) for r in pieces[0]), held[0], exchange)
 
     def run(
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
@@ -225,13 +225,13 @@ def ring(call: LocalCall, dropout_p: float, is_causal: bool) -> Callable[..., An
         numbers = dropout(call, query, dropout_p) if dropout_p else None
         scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
         if deals:
-            query, key, value = Exchanged.apply(dealing, query, key, value)
+            query, key, value = Exchanged.apply(exchange_of_rows, query, key, value)
         shape = *query.shape[:-1], value.shape[-1]
         q, k, v = (as_four_dims(x) for x in (query, key, value))
         mask = None if attn_mask is None else as_four_dims(attn_mask, query.shape[:-3])
         out = RingAttention.apply(made, Factor(scale, numbers), q, k, v, mask)
         out = out.reshape(shape)
-        return Exchanged.apply(dealing.back, out)[0] if deals else out
+        return Exchanged.apply(exchange_of_rows.back, out)[0] if deals else out
 
     return run
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from disttensor.core.layout import Range, Ranges
-from ops.dealing import Exchange
+from ops.row_exchange import Exchange
 
 
 class Pair(NamedTuple):

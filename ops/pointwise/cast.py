@@ -14,7 +14,7 @@ import torch
 from ops.dims import FIRST, SECOND
 from ops.dtypes import smooth
 from ops.factors import Arg, Factors, NoRule, pointwise_factors
-from ops.pointwise.elementwise import enter
+from ops.pointwise.elementwise import register_names
 from ops.registry import Rule, rule
 
 ALIASES = "positive resolve_conj resolve_neg cpu cuda pin_memory __pos__"
@@ -46,8 +46,10 @@ def part_of_complex(input: Arg, **kwargs: Any) -> Factors:
     return pointwise_factors([input], linear_terms=FIRST)
 
 
-enter(ALIASES, Rule("alias", alias, pattern="elementwise, any Partial passes"))
-enter(PARTS, Rule("part_of_complex", part_of_complex, pattern="elementwise, linear, a view"))
+register_names(ALIASES, Rule("alias", alias, pattern="elementwise, any Partial passes"))
+register_names(
+    PARTS, Rule("part_of_complex", part_of_complex, pattern="elementwise, linear, a view")
+)
 for _part in (torch.Tensor.real, torch.Tensor.imag):
     rule(_part.__get__, exact=True)(part_of_complex)  # type: ignore[attr-defined]
 

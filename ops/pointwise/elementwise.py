@@ -71,7 +71,7 @@ __ilshift__ __rshift__ __rrshift__ __irshift__
 PLACES: tuple[Any, ...] = (torch.Tensor, torch, F, torch.special, nn_functions)
 
 
-def enter(names: str, rule: Rule) -> None:
+def register_names(names: str, rule: Rule) -> None:
     """Registers ``rule`` for every function with one of the names that has no rule yet."""
     for name in names.split():
         for func, inplace in functions_named(name, PLACES):
@@ -139,7 +139,9 @@ def pointwise(names: str, linear: str = "none", results: int = 1, integers: bool
         return pointwise_factors(tensors, results, linear_terms=terms_of(args, kwargs))
 
     pattern = f"elementwise, linear: {linear}"
-    enter(names, Rule("pointwise", factors, integers=integers, pattern=pattern, sizes="letters"))
+    register_names(
+        names, Rule("pointwise", factors, integers=integers, pattern=pattern, sizes="letters")
+    )
 
 
 for _names, _linear in (

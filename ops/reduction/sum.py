@@ -1,7 +1,7 @@
 """Reductions over dims: sums (pending if a reduced dim is split), mean, prod, any, all, counts.
 
 ``max``, ``argmax`` and their like are in ``ops.reduction.max_min``, ``var`` and norms in
-``ops.reduction.var_std`` and ``ops.reduction.norm``.
+``ops.reduction.norm_var``.
 """
 
 from __future__ import annotations

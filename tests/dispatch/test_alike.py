@@ -109,7 +109,7 @@ def test_a_call_of_other_sizes_asks_no_rule(
     of_rule = resolve.decide
     monkeypatch.setattr(resolve, "decide", lambda *a: (asked.append(a[0]), of_rule(*a))[1])
     cache.clear_caches()
-    resolve._SAME.clear()
+    resolve._OF_ANY_MESH.clear()
     for n in (4, 6, 7, 1, 1, 0):
         x, y = (dt.ones(n, 8, mesh=mesh, placements=S0) for _ in range(2))
         assert (x + y).softmax(1).t().shape == (8, n)
@@ -146,12 +146,12 @@ def test_what_one_stage_has_decided_holds_on_the_others(
         before = asked.count(func)
         return laid(ranks), asked.count(func) - before
 
-    resolve._SAME.clear()
+    resolve._OF_ANY_MESH.clear()
     first, one = decisions([0, 1])
     assert one == 1 and decisions([0, 3]) == (first, 0)
     other = decisions([0, 1, 2, 3])
     assert other[1] == 1
-    resolve._SAME.clear()
+    resolve._OF_ANY_MESH.clear()
     assert decisions([0, 1, 2, 3]) == other
 
 

@@ -244,12 +244,12 @@ WEIGHTS: list[float] = []
 
 
 def op(weight: float) -> Callable[[Op], Op]:
-    def enter(f: Op) -> Op:
+    def register(f: Op) -> Op:
         OPS.append(f)
         WEIGHTS.append(weight)
         return f
 
-    return enter
+    return register
 
 
 def dim(w: Writer, v: Tensor) -> int:

@@ -65,11 +65,11 @@ def own_tensor(rank: int, world: int) -> Any:
 
 
 def act(name: str) -> Callable[[Act], Act]:
-    def enter(f: Act) -> Act:
+    def register(f: Act) -> Act:
         ACTS[name] = f
         return f
 
-    return enter
+    return register
 
 
 def is_whole(x: Any) -> bool:

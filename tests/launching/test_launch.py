@@ -20,7 +20,7 @@ import torch
 import disttensor as dt
 from disttensor import run
 from disttensor.comm.process_group import open_store
-from disttensor.launching.rank import Lines
+from disttensor.launching.rank import LinePrefixer
 from tests.support import forked
 from tests.support.pages import blocks
 
@@ -109,7 +109,7 @@ def test_lines_end_by_a_newline_or_a_carriage_return() -> None:
         (["wait", "\r", "", "done\n"], ["> wait\r> done\n"]),
     ):
         pieces.clear()
-        lines = Lines(Pieces(), "> ")
+        lines = LinePrefixer(Pieces(), "> ")
         for text in texts:
             assert lines.write(text) == len(text)
         lines.finish()
@@ -120,7 +120,7 @@ def test_lines_end_by_a_newline_or_a_carriage_return() -> None:
 @pytest.mark.parametrize("text", ["\r9 steps of a progress bar, 40 letters", "one of many dots"])
 def test_the_time_of_output_without_newlines_grows_with_its_length(text: str) -> None:
     def seconds(count: int) -> float:
-        lines, start = Lines(io.StringIO()), time.perf_counter()
+        lines, start = LinePrefixer(io.StringIO()), time.perf_counter()
         for _ in range(count):
             lines.write(text)
         assert "\r" not in text or len(lines.rest) < 50

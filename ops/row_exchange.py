@@ -21,7 +21,7 @@ Send = Callable[[Tensor, Sequence[int], Sequence[int]], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Dealing:
+class RowExchange:
     """``have[i]`` and ``want[i]``: the ranges of member i, in the order in which its local has
     them."""
 
@@ -31,8 +31,8 @@ class Dealing:
     exchange: Exchange
 
     @property
-    def back(self) -> Dealing:
-        return Dealing(self.me, self.want, self.have, self.exchange)
+    def back(self) -> RowExchange:
+        return RowExchange(self.me, self.want, self.have, self.exchange)
 
     def shared(self, sender: int, receiver: int) -> Iterator[tuple[int, int, int]]:
         """Yields the rows that one member sends to another: (start in the sender's rows, start in
