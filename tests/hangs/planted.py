@@ -6,10 +6,15 @@ Each program has the words that name its cause. Most use torch alone.
 
 from __future__ import annotations
 
+import datetime
+import fcntl
 import functools
 import json
 import os
+import queue
+import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -176,6 +181,28 @@ def from_a_thread(rank):
     thread.join()
 
 
+@hang("rank 1 has not started gather (#2 of ranks 0 to 2)")
+def gather_left_out(rank):
+    if rank == BAD:
+        forever()
+    dist.gather(ones(), [ones() for _ in range(WORLD)] if rank == 0 else None, 0)
+    dist.barrier()
+
+
+@hang("rank 1 has not started all_reduce of [3] float (#2 of ranks 0 to 2)")
+def reduce_scatter_left_out(rank):
+    if rank == BAD:
+        forever()
+    dist.reduce_scatter_tensor(ones(1), ones(3))  # of gloo: a sum of all
+
+
+@hang("rank 1 has not started all_reduce of [8] float (#1 of ranks 0 to 2)")
+def group_of_another_number(rank):
+    """The groups have the same ranks, and are two."""
+    pairs = [dist.new_group(range(WORLD)) for _ in range(2)]
+    dist.all_reduce(ones(), group=pairs[rank == BAD])
+
+
 # Messages -----------------------------------------------------------------------------------------
 
 
@@ -212,6 +239,32 @@ def large_sends(rank):
     if rank < 2:
         dist.recv(ones(2**22), 1 - rank)
         dist.send(ones(2**22), 1 - rank)
+    forever()
+
+
+@hang("rank 0 waits for a message of rank 1, which waits for a message of rank 0")
+def tags_differ(rank):
+    if rank == BAD:
+        dist.send(ones(), 0, tag=1)
+        forever()
+    if rank == 0:
+        dist.recv(ones(), 1, tag=2)
+    forever()
+
+
+@hang("rank 1 sleeps at")
+def monitored_barrier_on_some(rank):
+    if rank == BAD:
+        forever()
+    dist.monitored_barrier(timeout=datetime.timedelta(seconds=60))
+
+
+@hang("waits for other ranks")
+def batch_without_its_peer(rank):
+    if rank == 0:
+        ops = [dist.P2POp(dist.irecv, ones(), 1), dist.P2POp(dist.isend, ones(), 1)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
     forever()
 
 
@@ -299,6 +352,41 @@ def pipe_without_writer(rank):
     out, _ = os.pipe()
     if rank == BAD:
         os.read(out, 1)
+    dist.all_reduce(ones())
+
+
+@hang("it stands still at")
+def process_that_stays(rank):
+    if rank == BAD:
+        subprocess.run(["sleep", "20"], check=True)
+    dist.all_reduce(ones())
+
+
+@hang("it stands still at")
+def queue_without_writer(rank):
+    if rank == BAD:
+        queue.SimpleQueue().get()
+    dist.all_reduce(ones())
+
+
+@hang("it stands still at")
+def lock_of_a_file(rank):
+    """The rank that holds it waits for the one that wants it."""
+    with open(f"/tmp/lock-{os.getppid()}", "w") as file:
+        if rank == 0:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        dist.barrier()
+        if rank == BAD:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        dist.all_reduce(ones())
+
+
+@hang("it computes at")
+def compiles_a_pattern(rank):
+    """A regular expression that never ends, in C."""
+    if rank == BAD:
+        while True:
+            re.match("(a+)+b", "a" * 22)
     dist.all_reduce(ones())
 
 
@@ -441,6 +529,23 @@ def dtensor_redistributes_on_some(rank):
 
 
 @hang("rank 1 has not started")
+def tensor_parallel_on_some(rank):
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    mesh = dist.init_device_mesh("cpu", (WORLD,))
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    net = parallelize_module(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)), mesh, plan)
+    net(torch.ones(2, 4)).sum().backward()
+    if rank == BAD:
+        forever()
+    net(torch.ones(2, 4)).sum().backward()
+
+
+@hang("rank 1 has not started")
 def checkpoint_on_some(rank):
     import torch.distributed.checkpoint as dcp
 
@@ -495,6 +600,15 @@ def our_stage_sleeps(rank):
         forever()
     for mesh in meshes:
         x = dt.reshard(x, mesh) * 2
+
+
+@hang("rank 1 sleeps at")
+def our_checkpoint_on_some(rank):
+    net = dt.shard_data_parallel(model(), dt.init_mesh((WORLD,), ("dp",)), "dp", stage=3)
+    keeper = dt.Checkpointer(f"/tmp/never-ours-{os.getppid()}")
+    if rank == BAD:
+        forever()
+    keeper.save(1, model=net)
 
 
 def watched(rank, body):
