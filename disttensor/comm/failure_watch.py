@@ -36,7 +36,7 @@ from disttensor.comm.process_group import (
     world_name,
 )
 from disttensor.comm.reports import PATIENCE, Reports, address_of
-from disttensor.errors import CommError, user_line
+from disttensor.errors import CommError, headline, user_line
 from disttensor.runtime import Runtime, current_runtime, last_runtime
 from disttensor.torch_private import default_group, default_store
 
@@ -170,9 +170,7 @@ def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType 
         with contextlib.suppress(Exception):  # the error itself is shown in any case
             line = traceback.extract_tb(trace)[-1] if trace is not None else None
             where = f" ({line.filename}:{line.lineno})" if line is not None else ""
-            text = str(error).splitlines()
-            words = f"{kind.__name__}: {text[0] if text else ''}"[:400]
-            post(f"rank {world()[0]} failed first: {words}{where}")
+            post(f"rank {world()[0]} failed first: {headline(error)[:400]}{where}")
     (_before or sys.__excepthook__)(kind, error, trace)
 
 

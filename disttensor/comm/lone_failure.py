@@ -9,7 +9,6 @@ an error that all ranks raise alike ends no wait.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 from disttensor import callbacks
 from disttensor.comm import compare_programs, failure_watch
 from disttensor.comm.process_group import read_key, world
-from disttensor.errors import user_line
+from disttensor.errors import headline, user_line
 from disttensor.runtime import Runtime, last_runtime
 
 QUIET = 6.0  # seconds without a call, after which a rank counts as stopped
@@ -59,12 +58,10 @@ def _note(error: BaseException, ranks: Sequence[int], mark: Any, seconds: float)
     now = last_runtime()
     if not now.watcher or len(ranks) < 2 or not now.posts_errors:
         return
-    trace, text = error.__traceback__, type(error).__name__
+    trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    with contextlib.suppress(Exception):  # the error may have no text
-        text = f"{text}: {str(error).splitlines()[0][:400]}"
-    words = f"{text} ({user_line(None if trace is None else trace.tb_frame)})"
+    words = f"{headline(error)[:400]} ({user_line(None if trace is None else trace.tb_frame)})"
     key = _, step = tuple(ranks), _step(now)
     every = (*now.raises.get(key, ()), words)
     now.raises = {k: e for k, e in now.raises.items() if k[1] == step} | {key: every}
