@@ -44,7 +44,8 @@ def plan_call(plan: RulePlan) -> CallPlan:
     tensors = collect((args, kwargs), [])
     reads = reads_of(plan, args, kwargs)
     is_flat = all(r.kind <= ReadKind.TENSOR for r in reads)
-    has_regular = any(r.regular for r in reads)
+    written = [tensors[i] for i in plan.factors.targets] if inplace else []
+    has_regular = any(r.regular for r in reads) or any(type(x) is not DistTensor for x in written)
     moved = [
         w is not None and not is_local_relabel(s, w)
         for s, w in zip(plan.specs, plan.input_specs, strict=True)

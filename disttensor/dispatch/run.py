@@ -29,6 +29,7 @@ from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.reshard import resharded_local
 from disttensor.tensor.tensor_meta import describe_tensors
 from disttensor.tensor.uses import set_derivation, with_versions
+from disttensor.tensor.values import values_everywhere
 from disttensor.tensor.versions import count
 from disttensor.torch_private import make_subclass
 
@@ -197,6 +198,10 @@ def _write(plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         count(*[locals_[i] for i in plan.writes or ()])
     for x in targets:
         mark_written(x, not plan.untracked_writes)
+    if len(targets) < len(plan.writes or ()) and values_everywhere.current():
+        for i in plan.writes or ():
+            if type(tensors[i]) is not DistTensor:
+                off_mesh.broadcast_written(tensors[i], plan.mesh, True)
     return None if out is None else args[0] if args else targets[0]
 
 

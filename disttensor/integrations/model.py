@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -32,7 +33,7 @@ from disttensor.patches.state_dicts import wrap_state_dict_fn
 from disttensor.pytree import find_tensors, replace_tensors, substitute
 from disttensor.tensor.copies import PICKLES
 from disttensor.tensor.dist_tensor import DistTensor
-from disttensor.tensor.values import broadcast_value
+from disttensor.tensor.values import broadcast_value, values_everywhere
 
 Tensor = torch.Tensor
 T = TypeVar("T")
@@ -191,10 +192,33 @@ def full_value(x: Any) -> Any:
     return value.to("cpu", copy=True) if is_first() else None
 
 
-def gathered_pickles() -> AbstractContextManager[None]:
-    """Returns a context in which all ranks make the same pickles. On the first rank they hold full
-    values, as regular tensors, and on the others None."""
-    return set_during(PICKLES, "gather")
+@contextmanager
+def gathered_pickles() -> Iterator[None]:
+    """A context in which all ranks make the same pickles. On the first rank they hold full values,
+    as regular tensors, and on the others None. ``state_dict`` of an optimizer has the state of all
+    pipeline stages on every rank."""
+    kind = torch.optim.Optimizer
+    before: Any = kind.state_dict
+
+    @wraps(before)
+    def state_dict(self: Any) -> dict[str, Any]:
+        state: dict[str, Any] = before(self)
+        done = _full_optimizer_state in self._optimizer_state_dict_post_hooks.values()
+        return state if done else _of_all_stages(self, state)
+
+    kind.state_dict = state_dict  # type: ignore[method-assign]
+    try:
+        with set_during(PICKLES, "gather"), values_everywhere():
+            yield
+    finally:
+        kind.state_dict = before  # type: ignore[method-assign]
+
+
+def _of_all_stages(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    whole: dict[str, Any] = wrap_state_dict_fn(lambda *_: lambda: dict(state_dict))(
+        optimizer, "state_dict"
+    )()
+    return whole
 
 
 def full_state(model: nn.Module) -> dict[str, Any]:
@@ -255,16 +279,6 @@ def save_full_state(optimizer: torch.optim.Optimizer) -> None:
     pieces on the others; ``load_state_dict`` takes both, and full values on all ranks. All ranks
     make these calls."""
 
-    def value(x: Any) -> Any:
-        full = full_value(x)
-        if is_first() or PICKLES.get() == "gather":
-            return full
-        return copy.deepcopy(x)  # which is no call of the program
-
-    def saved(of: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-        whole = wrap_state_dict_fn(lambda *_: lambda: dict(state_dict))(of, "state_dict")()
-        return {**whole, "state": substitute(whole["state"], value)}
-
     def loaded(of: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         numbers = [i for group in state_dict["param_groups"] for i in group["params"]]
         params = [p for group in of.param_groups for p in group["params"]]
@@ -275,8 +289,21 @@ def save_full_state(optimizer: torch.optim.Optimizer) -> None:
         }
         return {**state_dict, "state": state}
 
-    optimizer.register_state_dict_post_hook(saved)
+    optimizer.register_state_dict_post_hook(_full_optimizer_state)
     optimizer.register_load_state_dict_pre_hook(loaded)
+
+
+def _full_optimizer_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A hook of ``state_dict``: see ``save_full_state``."""
+
+    def value(x: Any) -> Any:
+        full = full_value(x)
+        if is_first() or PICKLES.get() == "gather":
+            return full
+        return copy.deepcopy(x)  # which is no call of the program
+
+    whole = _of_all_stages(optimizer, state_dict)
+    return {**whole, "state": substitute(whole["state"], value)}
 
 
 def _like(p: Any, x: Any) -> Any:

@@ -25,11 +25,11 @@ from disttensor.comm.groups import world_group
 from disttensor.comm.objects import gather_objects, run_on_all_ranks
 from disttensor.comm.process_group import environment_set, join_world, world
 from disttensor.core.mesh import check_device_type
+from disttensor.integrations.model import gathered_pickles
 from disttensor.patches.change import Undo, once_imported
 from disttensor.pytree import substitute
-from disttensor.tensor.copies import PICKLES
+from disttensor.tensor.copies import PICKLES, gathered_value
 from disttensor.tensor.dist_tensor import DistTensor
-from disttensor.tensor.values import broadcast_value
 from disttensor.torch_private import hide_world
 
 Tensor = torch.Tensor
@@ -60,6 +60,29 @@ class Process:
         if self.is_first:
             return Path(path)
         return Path(self._folders.enter_context(tempfile.TemporaryDirectory(prefix="disttensor-")))
+
+    @contextmanager
+    def saving(self, path: str | Path) -> Iterator[Path]:
+        """Lets a library save by its own function: all ranks run the block, and save the same.
+
+        In the block, pickles (``torch.save``), safetensors files and ``numpy()`` of DistTensors
+        hold full values, which all ranks gather, and accelerate's ``is_main_process`` is True. The
+        block gets a folder: ``path`` on the first rank, which is made if it is not there, and a
+        temporary folder on the other ranks. After the block the files are complete.
+
+        Raises:
+            RuntimeError: the first rank could not write; on all ranks.
+
+        >>> with one_process() as process, process.saving("folder") as folder:  # doctest: +SKIP
+        ...     torch.save(model.state_dict(), folder / "model.pt")
+        """
+        check_type("Process.saving: path", path, (str, Path), "a path")
+        with tempfile.TemporaryDirectory(prefix="disttensor-") as other:
+            folder = Path(path if self.is_first else other)
+            folder.mkdir(parents=True, exist_ok=True)
+            with gathered_pickles():
+                yield folder
+        _wait("Process.saving")
 
 
 @contextmanager
@@ -206,8 +229,8 @@ def _safetensors(module: Any) -> Undo:
     name = "_flatten_as_ptr" if hasattr(module, "_flatten_as_ptr") else "_flatten"
     before = getattr(module, name)
 
-    def full(x: Tensor) -> Tensor:
-        value = broadcast_value(x).cpu()
+    def full(x: Any) -> Tensor:
+        value = gathered_value(x)
         return value if world()[0] == 0 else value.new_empty(0)
 
     @wraps(before)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from disttensor.autograd import token
+from disttensor.comm import objects
 from disttensor.core.mesh import ProcessMesh
 from disttensor.core.spec import DistSpec
 from disttensor.errors import name_of
@@ -20,6 +21,7 @@ from disttensor.tensor import views
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.tensor_meta import TensorMeta
 from disttensor.tensor.uses import invalidate
+from disttensor.tensor.values import values_everywhere
 from disttensor.torch_private import DataDependentOutput
 from ops.answer import CallMetadata, Dynamic, TensorResult, answer
 
@@ -94,12 +96,17 @@ def update_written(func: Function, target: Any, tensors: list[Any], mesh: Proces
     """Makes the target of an in-place call, its views and its base depend on all inputs."""
     targets: list[Any] = collect(target, [])
     for t in targets:
-        if type(t) is not DistTensor:
+        if type(t) is DistTensor:
+            invalidate(t)
+        elif values_everywhere.current():
+            broadcast_written(t, mesh, False)
+        else:
             raise RuntimeError(
                 f"{name_of(func)}: it writes a value on {mesh!r}, which this rank is not in, into "
-                "a regular tensor. Give it dt.broadcast_value(x), or make the target a DistTensor"
+                "a regular tensor. Make the call inside `with dt.values_everywhere():` on all "
+                "ranks, give it dt.broadcast_value(x), or make the target a DistTensor"
             )
-        invalidate(t)
+    targets = [t for t in targets if type(t) is DistTensor]
     if not _grad():
         return
     for t in targets:
@@ -114,6 +121,14 @@ def update_written(func: Function, target: Any, tensors: list[Any], mesh: Proces
             for member in views.aliases_of(t):
                 if member.spec.dtype.is_floating_point or member.spec.dtype.is_complex:
                     member.local = into
+
+
+def broadcast_written(x: Tensor, mesh: ProcessMesh, is_inside: bool) -> None:
+    """Sends what the ranks of ``mesh`` have written to a regular tensor to the other ranks."""
+    x, value = x.detach(), x.detach().to(mesh.device) if is_inside else None
+    value = objects.broadcast_value(value, mesh.root.ranks, mesh.device, x.shape, x.dtype)
+    if not is_inside:
+        x.copy_(value)
 
 
 def wrap_received(received: Any, mesh: ProcessMesh, args: Sequence[Any], kwargs: Any) -> Any:

@@ -12,6 +12,7 @@ import torch
 from disttensor.nn.parameters import slots
 from disttensor.patches.change import Undo
 from disttensor.pytree import collect
+from disttensor.tensor.copies import PICKLES
 from disttensor.tensor.dist_tensor import DistTensor
 
 
@@ -123,7 +124,10 @@ def backward_hook(self: Any, args: Any, result: Any, grad_fn: Any) -> None:
 @wrap_check
 def save_pretrained(self: Any, *_: Any, state_dict: Any = None, **__: Any) -> None:
     """Refuses transformers' save_pretrained, which writes the memory of rank 0. It may write
-    replicated values, or a ``state_dict`` of regular tensors."""
+    replicated values, a ``state_dict`` of regular tensors, and any values in ``Process.saving``,
+    where all ranks gather them."""
+    if PICKLES.get() == "gather":
+        return
     if state_dict is not None and not collect(state_dict, [], DistTensor):
         return
     for slot in slots(self):
@@ -135,5 +139,6 @@ def save_pretrained(self: Any, *_: Any, state_dict: Any = None, **__: Any) -> No
             raise RuntimeError(
                 f"{type(self).__name__}.save_pretrained: {slot.name!r} is {spec!r}, of which "
                 "this writer sees one rank's piece. dt.pretrained.save(model, folder) writes "
-                "the same files from all ranks (each must call it)"
+                "the same files from all ranks (each must call it). In one_process(), all ranks "
+                "may call it in `with process.saving(folder) as folder:`"
             )

@@ -80,8 +80,10 @@ def wrap_load_own(original: Any) -> Any:
     by the loaded value in its layout. A parameter of ``shard_data_parallel`` stays, and gets the
     value."""
 
-    def load(self: Any, state_dict: Any, prefix: str, metadata: Any, *args: Any) -> None:
-        if metadata.get("assign_to_params_buffers", False):
+    def load(  # libraries that override the method pass arguments by torch's names
+        self: Any, state_dict: Any, prefix: str, local_metadata: Any, *args: Any, **named: Any
+    ) -> None:
+        if local_metadata.get("assign_to_params_buffers", False):
             for name, now in (*self._parameters.items(), *self._buffers.items()):
                 value = state_dict.get(prefix + name)
                 if not isinstance(now, DistTensor) or not isinstance(value, torch.Tensor):
@@ -89,7 +91,7 @@ def wrap_load_own(original: Any) -> Any:
                 if value.shape == now.shape:  # else torch raises its error
                     new = _assigned(prefix + name, now, value)
                     state_dict = {**state_dict, prefix + name: new}
-        original(self, state_dict, prefix, metadata, *args)
+        original(self, state_dict, prefix, local_metadata, *args, **named)
 
     return load
 

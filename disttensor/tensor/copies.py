@@ -16,6 +16,8 @@ import torch
 from torch.utils.hooks import warn_if_has_hooks
 
 from disttensor.autograd.grad_types import scale_average_grad
+from disttensor.comm.groups import world_group
+from disttensor.comm.objects import run_on_all_ranks
 from disttensor.comm.process_group import world
 from disttensor.errors import PieceWarning, show_place, user_place, warn_once
 from disttensor.tensor import views
@@ -44,7 +46,7 @@ def reduce_regular(x: MeshTensor, protocol: Any) -> Any:
     axes = (*spec.varies, *(a for a, _ in spec.layout.custom))
     is_full = x.is_initialized and all(spec.mesh.shape[a] == 1 for a in axes)
     if kind == "gather":
-        full = broadcast_value(x).cpu()
+        full = gathered_value(x)
         return _as_regular(x, full).__reduce_ex__(protocol) if world()[0] == 0 else (type(None), ())
     if is_full:
         return None if kind == "piece" else _as_regular(x, x.local).__reduce_ex__(protocol)
@@ -55,10 +57,10 @@ def reduce_regular(x: MeshTensor, protocol: Any) -> Any:
     )
     if kind == "full":
         raise RuntimeError(
-            f"{what}would hold {holds}, and other ranks could not load it. In one_process(), call "
-            "on all ranks dt.broadcast_value(x), and write the result, a regular tensor, on the "
-            "first. Accelerator.save_state saves the objects of register_for_checkpointing whole, "
-            "and Lightning the states of its callbacks"
+            f"{what}would hold {holds}, and other ranks could not load it. In one_process(), save "
+            "on all ranks, in `with process.saving(folder) as folder:`. Accelerator.save_state "
+            "saves the objects of register_for_checkpointing whole, and Lightning the states of "
+            "its callbacks"
         )
     warn_once(
         ("pickle", place),
@@ -72,6 +74,13 @@ def reduce_regular(x: MeshTensor, protocol: Any) -> Any:
         PieceWarning,
     )
     return None
+
+
+def gathered_value(x: MeshTensor) -> Tensor:
+    """Returns the full value for a file that all ranks make, and the first rank keeps. Raises
+    MismatchError on all ranks if another rank is at another tensor."""
+    run_on_all_ranks(f"the saving of {x.spec!r} on {x.spec.mesh!r}", world_group(), lambda: None)
+    return broadcast_value(x).cpu()
 
 
 def _as_regular(x: MeshTensor, value: Tensor) -> Tensor:

@@ -29,8 +29,9 @@ Tensor = torch.Tensor
 
 class values_everywhere(Setting, default=False):
     """``with values_everywhere():`` makes ``item``, ``bool``, ``tolist``, ``numpy`` and the like
-    return the value on ranks off the mesh of the tensor too. The ranks of the mesh send it. Every
-    rank of the world must run the block.
+    return the value on ranks off the mesh of the tensor too, and write it to regular tensors there
+    (``regular.copy_(x)``). The ranks of the mesh send it. Every rank of the world must run the
+    block.
 
     >>> with dt.values_everywhere():
     ...     dt.ones(2, mesh=mesh).sum().item()

@@ -60,7 +60,10 @@ def averaged(degrees: dict[str, int] | None, folder: Path) -> Any:
 
     draws = torch.Generator().manual_seed(1)
     x, y = torch.randn(8, 6, generator=draws), torch.randn(8, 4, generator=draws)
-    with dt.integrations.one_process() if degrees else contextlib.nullcontext():
+    with contextlib.ExitStack() as around:
+        if degrees:
+            around.enter_context(dt.integrations.one_process())
+            around.enter_context(dt.values_everywhere())  # for pp
         project = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True)
         accelerator = Accelerator(cpu=True, project_config=project)
         if degrees:
@@ -154,9 +157,10 @@ def surface(folder: Path) -> list[str]:
     return ran
 
 
-def test_registered_objects_and_hooks_save_full_values(tmp_path: Path) -> None:
+@pytest.mark.parametrize("axis", ["sharding", "pp"])
+def test_registered_objects_and_hooks_save_full_values(axis: str, tmp_path: Path) -> None:
     [(losses, files, means, held)] = run_on_ranks(1, averaged, None, tmp_path / "one")
-    for mine in run_on_ranks(2, averaged, {"sharding": 2}, tmp_path / "two"):
+    for mine in run_on_ranks(2, averaged, {axis: 2}, tmp_path / "two"):
         assert (mine[0], mine[1]) == (pytest.approx(losses, rel=1e-4), files)
         for p, q in zip((*mine[2], *mine[3]), (*means, *held), strict=True):
             torch.testing.assert_close(torch.tensor(p), torch.tensor(q), rtol=1e-4, atol=1e-4)

@@ -838,3 +838,20 @@ def test_a_random_call_counts_once_with_and_without_autocast():
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=cast):
                 F.dropout(x, 0.5)
             assert counter.get_state()[1] == before + 1, (rows, cast)
+
+
+@on_ranks(2)
+def test_regular_tensors_get_the_value_of_another_mesh_where_values_are_everywhere() -> None:
+    mesh = dt.ProcessMesh([1], ("a",))
+    x = dt.shard_tensor(torch.arange(3.0), mesh, [dt.Replicate()])
+    y, mean = torch.zeros(3), nn.Parameter(torch.zeros(3))
+    with dt.values_everywhere(), torch.no_grad():
+        for _ in range(2):
+            y.copy_(x)
+            y[1:].lerp_(x[1:] * 3, 0.5)
+            torch._foreach_add_([y], [x])
+            mean.detach().copy_(mean.detach() * 0.5 + y * x)
+    assert y.tolist() == [0.0, 3.0, 6.0] and mean.tolist() == [0.0, 4.5, 18.0]
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match=r"Make the call inside `with dt.values_everywhere"):
+            y.copy_(x)

@@ -153,3 +153,20 @@ def test_tensors_in_attributes_are_those_that_were_placed(way: str) -> None:
         bias, shift = tensors(net.second.held)
         assert bias is net.first.bias, name
         assert shift is net.second.shift, name
+
+
+class Named(nn.Linear):
+    """Loads as kernels of gpytorch do."""
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, *names):
+        keys = ("missing_keys", "unexpected_keys", "error_msgs")
+        super()._load_from_state_dict(
+            state_dict=state_dict, prefix=prefix, local_metadata=local_metadata, strict=strict,
+            **dict(zip(keys, names, strict=True)),
+        )  # fmt: skip
+
+
+def test_a_module_may_load_its_tensors_by_the_names_of_torch() -> None:
+    net, plain = Named(3, 2), nn.Linear(3, 2)
+    net.load_state_dict(plain.state_dict())
+    assert torch.equal(net.weight, plain.weight)

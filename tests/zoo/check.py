@@ -117,6 +117,11 @@ def placed(recipe: Any, axis: str) -> tuple[nn.Module, Batch, int]:
         model = copy.deepcopy(plain)
     except RuntimeError:  # it keeps what it computed
         model = recipe.build()[0]
+    return model, *place(model, batch, axis)
+
+
+def place(model: nn.Module, batch: Batch, axis: str) -> tuple[Batch, int]:
+    """Places the model. Returns the batch on its mesh, and how many parameters are split."""
     mesh = dt.ProcessMesh([0, 1], ("tp",) if axis == "tp" else ("dp",))
     plan = dict(dt.plans.megatron(model, "tp", mesh)) if axis == "tp" else {}
     if axis == "tp" and not any(map(_splits, plan.values())):
@@ -130,7 +135,7 @@ def placed(recipe: Any, axis: str) -> tuple[nn.Module, Batch, int]:
         key: dt.shard_tensor(x, mesh, [cut if x.ndim else dt.Replicate()])
         for key, x in batch.items()
     }
-    return model, mine, sum(map(_splits, plan.values()))
+    return mine, sum(map(_splits, plan.values()))
 
 
 def compiled_on_rank(recipe: Any, axis: str, backend: str) -> tuple[int, list[str], list[str]]:

@@ -6,6 +6,7 @@ each argument is the batch.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -469,11 +470,17 @@ def snntorch() -> Built:
 
 @stranger("spikingjelly")
 def spikingjelly() -> Built:
-    from spikingjelly.activation_based import neuron, surrogate
+    from spikingjelly.activation_based import functional, neuron, surrogate
 
-    return nn.Sequential(
+    net = nn.Sequential(
         nn.Linear(6, 8), neuron.LIFNode(surrogate_function=surrogate.ATan()), nn.Linear(8, 2)
-    ), (x(6),)
+    )
+
+    def call(m: Any, t: torch.Tensor) -> Any:
+        functional.reset_net(m)
+        return m(t)
+
+    return Calls(net, call), (x(6),)
 
 
 @stranger("pytorch-crf")
@@ -549,11 +556,86 @@ def botorch() -> Built:
 
 @stranger("sentence-transformers")
 def sentence_transformers() -> Built:
-    from sentence_transformers.models import Pooling
+    from sentence_transformers.models import Dense, Pooling
 
-    pool = nn.ModuleList([nn.Linear(8, 8), Pooling(8, pooling_mode="mean")])
+    pool = nn.ModuleList([Dense(8, 8), Pooling(8, pooling_mode="mean")])
 
     def call(m: Any, t: torch.Tensor, mask: torch.Tensor) -> Any:
-        return m[1]({"token_embeddings": m[0](t), "attention_mask": mask})["sentence_embedding"]
+        tokens = m[0]({"sentence_embedding": t})["sentence_embedding"]
+        return m[1]({"token_embeddings": tokens, "attention_mask": mask})["sentence_embedding"]
 
     return Calls(pool, call), (x(TIME, 8), ids(TIME, high=2))
+
+
+# Training and files
+
+
+@stranger("torch")
+def torch_encoder() -> Built:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    return nn.Sequential(layer, nn.Linear(16, 3)), (x(TIME, 16),)
+
+
+@stranger("transformers")
+def transformers() -> Built:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=30, n_positions=TIME, n_embd=16, n_layer=2, n_head=2)
+    return Calls(GPT2LMHeadModel(config), lambda m, t: m(t).logits), (ids(TIME),)
+
+
+@stranger("peft")
+def peft() -> Built:
+    from peft import LoraConfig, get_peft_model
+
+    net = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+    config = LoraConfig(r=4, target_modules=["0"], modules_to_save=["2"], init_lora_weights=False)
+    return get_peft_model(net, config), (x(8),)
+
+
+@stranger("huggingface-hub")
+def hub() -> Built:
+    return hub_net()(8, 16), (x(8),)
+
+
+@functools.cache
+def hub_net() -> Any:
+    from huggingface_hub import PyTorchModelHubMixin
+
+    class Net(nn.Module, PyTorchModelHubMixin):
+        def __init__(self, wide: int, hidden: int) -> None:
+            super().__init__()
+            self.up, self.norm = nn.Linear(wide, hidden), nn.BatchNorm1d(hidden)
+            self.down = nn.Linear(hidden, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(self.norm(self.up(x)).tanh())
+
+    return Net
+
+
+@stranger("ema-pytorch")
+def ema_pytorch() -> Built:
+    from ema_pytorch import EMA
+
+    averaged = EMA(nn.Linear(6, 4), beta=0.5, update_after_step=0, update_every=1)
+    return Calls(averaged, lambda m, t: m.model(t)), (x(6),)
+
+
+@stranger("pytorch-ignite")
+def ignite() -> Built:
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)), (x(6),)
+
+
+@stranger("skorch")
+def skorch() -> Built:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)), (x(6),)
+
+
+@stranger("stable-baselines3")
+def stable_baselines() -> Built:
+    from gymnasium.spaces import Box
+    from stable_baselines3.common.policies import ActorCriticPolicy
+
+    policy = ActorCriticPolicy(Box(-1, 1, (6,)), Box(-1, 1, (2,)), lambda _: 0.1)
+    return Calls(policy, lambda m, t: m.evaluate_actions(t[:, :6], t[:, 6:])), (x(8),)

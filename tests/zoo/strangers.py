@@ -15,7 +15,7 @@ import argparse
 import importlib.metadata
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,8 +98,17 @@ def rows(entries: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.zoo.strangers", description=__doc__)
+def report(
+    prog: str,
+    argv: Sequence[str],
+    measured: Callable[[str, Ranks, Ranks], dict[str, Any]],
+    rows: Callable[[Sequence[dict[str, Any]]], str],
+    begin: str,
+    end: str,
+) -> int:
+    """Measures libraries, prints what becomes of each, and writes the table between two markers.
+    Returns 1 if a library is not right."""
+    parser = argparse.ArgumentParser(prog=f"python -m {prog}")
     parser.add_argument("--only", help="some, separated by commas, with their tracebacks")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there")
     options = parser.parse_args(argv)
@@ -109,7 +118,7 @@ def main(argv: Sequence[str]) -> int:
     entries = []
     try:
         for i, name in enumerate(names):
-            entry = measure(PREFIX + name, one, two, AXES)
+            entry = measured(name, one, two)
             entries.append(entry)
             ends = [f"{a} {entry[a]['kind']}: {entry[a]['says']}" for a in AXES if a in entry]
             print(
@@ -126,10 +135,17 @@ def main(argv: Sequence[str]) -> int:
     print(page)
     if options.markdown:
         text = options.markdown.read_text(encoding="utf-8")
-        before, _, rest = text.partition(BEGIN)
-        after = rest.partition(END)[2]
-        options.markdown.write_text(f"{before}{BEGIN}\n{page}\n{END}{after}", encoding="utf-8")
+        before, _, rest = text.partition(begin)
+        after = rest.partition(end)[2]
+        options.markdown.write_text(f"{before}{begin}\n{page}\n{end}{after}", encoding="utf-8")
     return int(any(e[a]["kind"] != "right" for e in entries for a in AXES if a in e))
+
+
+def main(argv: Sequence[str]) -> int:
+    def measured(name: str, one: Ranks, two: Ranks) -> dict[str, Any]:
+        return measure(PREFIX + name, one, two, AXES)
+
+    return report("tests.zoo.strangers", argv, measured, rows, BEGIN, END)
 
 
 if __name__ == "__main__":
