@@ -11,7 +11,8 @@
 # make operators  what becomes of each torch function; writes docs/operators.md
 # make zoo     all model types of transformers, and networks of timm and torchvision where these are installed, on two ranks
 #              against plain torch; goes on where it stopped; writes the table in docs/zoo.md
-# make strangers   small models of 50 libraries of PyPI, on two ranks against plain torch; writes the table in docs/zoo.md
+# make strangers   small models of 60 libraries of PyPI, on two ranks against plain torch: what they compute, and what they save,
+#              loaded by one process and resumed; writes the tables in docs/zoo.md
 # make peers       the programs of docs/coming_from/ in other libraries (DeepSpeed, Megatron, JAX), beside ours
 # make bugs        bugs of public trackers as programs on 2 and 4 ranks, and what the libraries compute; writes docs/public_bugs.md
 # make mutants do the tests notice changes of the code? ARGS="--sample 100 --seed 1" for some of them, --part fsdp for a part
@@ -84,6 +85,7 @@ zoo: .venv/.installed
 
 strangers: .venv/.strangers
 	PYTHONPATH=.:.venv/strangers $(BIN)/python -m tests.zoo.strangers --markdown docs/zoo.md $(ARGS)
+	PYTHONPATH=.:.venv/strangers $(BIN)/python -m tests.zoo.saving --markdown docs/zoo.md $(ARGS)
 
 peers: .venv/.peers
 	PYTHONPATH=.:.venv/peers $(BIN)/python -m pytest tests/test_coming_from.py $(ARGS)

@@ -125,6 +125,7 @@ def one_process(device_type: str | None = None) -> Iterator[Process]:
         around.callback(once_imported("accelerate.state", partial(_accelerate, first)))
         around.callback(once_imported("accelerate.utils.operations", _broadcasts))
         around.callback(once_imported("safetensors.torch", _safetensors))
+        around.callback(once_imported("transformers.modeling_utils", _save_pretrained))
         around.callback(
             once_imported("transformers.training_args", partial(_main_process_first, first))
         )
@@ -240,6 +241,27 @@ def _safetensors(module: Any) -> Undo:
 
     setattr(module, name, flatten)
     return partial(setattr, module, name, before)
+
+
+def _save_pretrained(module: Any) -> Undo:
+    """Gives ``save_pretrained`` of transformers full values where all ranks make the same files; it
+    looks for tied weights by their addresses. The first rank writes."""
+    kind = module.PreTrainedModel
+    before = kind.save_pretrained
+
+    @wraps(before)
+    def save(self: Any, *args: Any, state_dict: Any = None, **kwargs: Any) -> Any:
+        if PICKLES.get() == "gather":
+            found = self.state_dict(keep_vars=True) if state_dict is None else state_dict
+            held = {id(x): x for x in found.values() if isinstance(x, DistTensor)}
+            full = {key: gathered_value(x) for key, x in held.items()}  # tied weights once
+            if world()[0] != 0:
+                return None
+            state_dict = {name: full.get(id(x), x) for name, x in found.items()}
+        return before(self, *args, state_dict=state_dict, **kwargs)
+
+    kind.save_pretrained = save
+    return partial(setattr, kind, "save_pretrained", before)
 
 
 def _no_bars(tqdm: Any) -> Undo:

@@ -118,7 +118,7 @@ def _replaced(value: Any, made: Mapping[int, Any], seen: set[int]) -> Any:
     elif isinstance(value, set):
         pairs = ((x, x) for x in value if isinstance(x, Tensor))
         put = partial(_exchange, value)
-    elif has_attributes(value):
+    elif has_attributes(value) or isinstance(value, nn.Module):  # in a list that torch does not see
         pairs, put = vars(value).items(), partial(object.__setattr__, value)
     else:
         return value

@@ -12,7 +12,6 @@ import torch
 from disttensor.nn.parameters import slots
 from disttensor.patches.change import Undo
 from disttensor.pytree import collect
-from disttensor.tensor.copies import PICKLES
 from disttensor.tensor.dist_tensor import DistTensor
 
 
@@ -124,10 +123,7 @@ def backward_hook(self: Any, args: Any, result: Any, grad_fn: Any) -> None:
 @wrap_check
 def save_pretrained(self: Any, *_: Any, state_dict: Any = None, **__: Any) -> None:
     """Refuses transformers' save_pretrained, which writes the memory of rank 0. It may write
-    replicated values, a ``state_dict`` of regular tensors, and any values in ``Process.saving``,
-    where all ranks gather them."""
-    if PICKLES.get() == "gather":
-        return
+    replicated values, or a ``state_dict`` of regular tensors."""
     if state_dict is not None and not collect(state_dict, [], DistTensor):
         return
     for slot in slots(self):

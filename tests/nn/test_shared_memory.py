@@ -3,6 +3,7 @@ regular tensors that is assigned: parameters stay sharded."""
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ import disttensor as dt
 from tests.nn.test_user_facts import SHARDED, WAYS, Net, backward, line
 from tests.support.pool import on_ranks
 from tests.support.training import full, gradients
+from tests.zoo import check
 
 
 def one_memory(net: Any) -> None:
@@ -82,6 +84,31 @@ def test_parts_of_one_memory_that_do_not_overlap_are_placed(way: str) -> None:
     ways = {**WAYS, "shard_module": lambda net: dt.shard_module(net, line())}
     ways[way](net)
     assert full(net.right).tolist() == [[3, 4, 5], [9, 10, 11]]
+
+
+class Hidden(nn.Module):
+    """Keeps its layers in a list, and registers their parameters, as nbeats-pytorch does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [nn.Linear(4, 6), nn.Linear(6, 3)]
+        self.kept = nn.ParameterList([p for layer in self.layers for p in layer.parameters()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+@pytest.mark.parametrize("axis", ["dp", "tp", "stage 3"])
+@on_ranks(2)
+def test_modules_in_a_list_get_the_parameters_in_the_place_of_their_own(axis: str) -> None:
+    torch.manual_seed(0)
+    model = Hidden().double()
+    plain, batch = copy.deepcopy(model), {"x": torch.randn(5, 4, dtype=torch.float64)}
+    wanted = check.run(plain, batch)
+    mine, _ = check.place(model, batch, axis)
+    check.compare(model, check.run(model, mine), plain, wanted, 1e-5)
 
 
 @on_ranks(2)

@@ -49,7 +49,7 @@ def _safetensors(name: str) -> Callable[..., Any]:
 
 
 GENERAL = (
-    _file("torch.save", torch.save, torch.load),
+    _file("torch.save", torch.save, lambda path: torch.load(path, weights_only=False)),
     _file(
         "pickle",
         lambda state, path: path.write_bytes(pickle.dumps(state)),
@@ -192,9 +192,11 @@ def _(model: Any, folder: Path) -> None:
 
 @own("pytorch-ignite", "Checkpoint", _load_own)
 def _(model: Any, folder: Path) -> None:
+    from ignite.engine import Engine
     from ignite.handlers import Checkpoint, DiskSaver
 
-    Checkpoint({"model": model}, DiskSaver(str(folder)), filename_pattern="own")(None)
+    save = Checkpoint({"model": model}, DiskSaver(str(folder)), filename_pattern="own")
+    save(Engine(lambda *_: None))
 
 
 def _skorch(model: nn.Module) -> Any:
