@@ -47,14 +47,15 @@ def trained(degrees: dict[str, int] | None, folder: Path) -> Any:
             (place / "pickle").write_bytes(pickle.dumps(net[0].weight))
         losses = [step(), step()]
         held = torch.load(folder / "state.pt")
+        moments = [held["optimizer"]["state"][i]["exp_avg"] for i in range(4)]
+        values = [*held["model"].values(), *moments]
+        values.append(pickle.loads((folder / "pickle").read_bytes()).detach())
+        assert all(type(value) is torch.Tensor for value in values)
+        listed = [value.tolist() for value in values]
         net.load_state_dict(held["model"])
         optimizer.load_state_dict(held["optimizer"])
         losses += [step(), step()]
-    moments = [held["optimizer"]["state"][i]["exp_avg"] for i in range(4)]
-    values = [*held["model"].values(), *moments]
-    values.append(pickle.loads((folder / "pickle").read_bytes()).detach())
-    assert all(type(value) is torch.Tensor for value in values)
-    return losses, [value.tolist() for value in values]
+    return losses, listed
 
 
 @pytest.mark.parametrize("axis", ["sharding", "tp", "pp"])

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support import pool
 from tests.support.part import EVERYTHING, part
-from tests.zoo import check, recipes, table
+from tests.zoo import check, recipes, saving, strangers, table
 from tests.zoo.zoo import LIMIT, SEARCH_LIMIT, Ranks, measure
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "zoo.md"
@@ -65,6 +65,22 @@ def test_a_network_of_this_commit_compiles_without_a_break(monkeypatch: pytest.M
         two.stop()
     ends = [pickle.loads(x) if kind == "ok" else x for kind, x in answers]
     assert ends == [(2, [], [])] * 2, f"{name} {axis}: {ends}"
+
+
+@installed
+@pytest.mark.slow
+@pytest.mark.limit(300)
+def test_one_process_loads_what_libraries_save_on_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "warning_filters", ["ignore"])
+    names = [name for name in ("torch", "transformers", "peft") if strangers.installed(name)]
+    one, two = Ranks(1), Ranks(2)
+    try:
+        entries = [saving.measure(name, one, two) for name in names]
+    finally:
+        one.stop()
+        two.stop()
+    bad = [e for e in entries if any(e.get(a, {}).get("kind") != "right" for a in saving.AXES)]
+    assert not bad, f"python -m tests.zoo.saving --only {bad[0]['name']}\n{bad}"
 
 
 def entry(name: str, **ends: str) -> table.Entry:
