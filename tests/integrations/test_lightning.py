@@ -26,12 +26,17 @@ pytestmark = pytest.mark.skipif(
 
 
 def fitted(
-    degrees: dict[str, int] | None, folder: Path, steps: int = 8, start: Path | None = None
+    degrees: dict[str, int] | None,
+    folder: Path,
+    steps: int = 8,
+    start: Path | None = None,
+    average: bool = False,
 ) -> tuple[dict[str, float], list[Any]]:
     """Returns the logged numbers of the last step, and the learned values."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import lightning
+        from lightning.pytorch.callbacks import EMAWeightAveraging
 
         class Module(lightning.LightningModule):
             def __init__(self):
@@ -69,7 +74,8 @@ def fitted(
             trainer = lightning.Trainer(
                 accelerator="cpu", devices=1, max_steps=steps, default_root_dir=str(folder),
                 logger=False, enable_progress_bar=False, enable_model_summary=False,
-                accumulate_grad_batches=2, gradient_clip_val=0.5, num_sanity_val_steps=0, **options,
+                accumulate_grad_batches=2, gradient_clip_val=0.5, num_sanity_val_steps=0,
+                callbacks=[EMAWeightAveraging(decay=0.5)] if average else [], **options,
             )  # fmt: skip
             trainer.fit(
                 Module(), DataLoader(data, 5), DataLoader(data, 7), ckpt_path=start and str(start)
@@ -94,6 +100,19 @@ def test_two_ranks_fit_what_one_process_does(axis: str, tmp_path: Path) -> None:
             assert mine == pytest.approx(numbers, rel=1e-4)
             for p, q in zip(theirs, values, strict=True):
                 torch.testing.assert_close(torch.tensor(p), torch.tensor(q), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.limit(240)
+def test_the_average_of_weights_in_a_pipeline_is_that_of_one_process(tmp_path: Path) -> None:
+    run = partial(fitted, steps=4, average=True)
+    [(numbers, values)] = run_on_ranks(1, run, None, tmp_path / "one", timeout=100)
+    for mine, theirs in run_on_ranks(2, run, {"pp": 2}, tmp_path / "pp", timeout=100):
+        assert mine == pytest.approx(numbers, rel=1e-4)
+        for p, q in zip(theirs, values, strict=True):
+            torch.testing.assert_close(torch.tensor(p), torch.tensor(q), rtol=1e-4, atol=1e-4)
+    files = (torch.load(tmp_path / name / "0" / "end.ckpt") for name in ("pp", "one"))
+    held = [{**x["state_dict"], "current": [*x["current_model_state"].values()]} for x in files]
+    torch.testing.assert_close(*held, rtol=1e-4, atol=1e-4)
 
 
 def averaged(degrees: dict[str, int] | None, folder: Path) -> Any:

@@ -115,7 +115,7 @@ def placed(recipe: Any, axis: str) -> tuple[nn.Module, Batch, int]:
     plain, batch, _ = in_plain_torch(recipe)
     try:
         model = copy.deepcopy(plain)
-    except RuntimeError:  # it keeps what it computed
+    except (RuntimeError, TypeError):  # it keeps what it computed, or has no copy
         model = recipe.build()[0]
     return model, *place(model, batch, axis)
 
