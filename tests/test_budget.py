@@ -47,7 +47,7 @@ LINES = {
     "gradients": 1_063,
     "graphs": 1_476,
     "hangs": 558,
-    "integrations": 1_113,
+    "integrations": 1_115,
     "launching": 809,
     "meta": 147,
     "nn": 923,

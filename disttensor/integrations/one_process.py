@@ -71,7 +71,8 @@ class Process:
         temporary folder on the other ranks. After the block the files are complete.
 
         Raises:
-            RuntimeError: the first rank could not write; on all ranks.
+            OSError: the first rank cannot make the folder; on all ranks.
+            MismatchError: the ranks save different tensors; on all ranks.
 
         >>> with one_process() as process, process.saving("folder") as folder:  # doctest: +SKIP
         ...     torch.save(model.state_dict(), folder / "model.pt")
@@ -79,7 +80,8 @@ class Process:
         check_type("Process.saving: path", path, (str, Path), "a path")
         with tempfile.TemporaryDirectory(prefix="disttensor-") as other:
             folder = Path(path if self.is_first else other)
-            folder.mkdir(parents=True, exist_ok=True)
+            make = partial(folder.mkdir, parents=True, exist_ok=True)
+            run_on_all_ranks("Process.saving", world_group(), make, [OSError])
             with gathered_pickles():
                 yield folder
         _wait("Process.saving")

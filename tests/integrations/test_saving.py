@@ -78,3 +78,14 @@ def test_ranks_that_save_different_tensors_get_an_error(tmp_path: Path) -> None:
             process.saving(tmp_path) as folder,
         ):
             torch.save(values[world()[0]], folder / "value.pt")
+
+
+@on_ranks(2)
+def test_a_folder_that_cannot_be_made_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with (
+        dt.integrations.one_process() as process,
+        pytest.raises(OSError, match=r"Process.saving \(rank 0\): NotADirectoryError"),
+        process.saving(tmp_path / "file" / "folder"),
+    ):
+        pass
