@@ -296,8 +296,8 @@ def _restore_model(key: str, model: nn.Module, saved: Any, tensors: Tensors) -> 
     _check_names(key, "model", now, there)
     first = {id(value): name for name, value in reversed(now.items())}
     for name, value in now.items():
-        if not isinstance(value, Tensor):
-            now[name] = there[name]
+        if not isinstance(value, Tensor):  # extra state, which may hold tensors
+            now[name] = _fill(there[name], f"{key}.{name}", tensors, _like(value))
             continue
         _check_tensor(f"{key}.{name}", value, there[name])
         source, own = saved["tied"].get(name, name), first[id(value)]

@@ -24,6 +24,7 @@ from disttensor.comm.collective_call import call_error, call_options, run, start
 from disttensor.comm.groups import Group
 from disttensor.comm.process_group import backend_name
 from disttensor.comm.work import Work, finished
+from disttensor.errors import MismatchError
 from disttensor.observe import observers
 from disttensor.torch_private import all_gather_single, all_to_all_single, reduce_scatter_single
 
@@ -96,6 +97,8 @@ def _sum(x: Tensor, group: Group) -> Tensor:
         group.started[0] += 1
         if work is not None:
             wait(work, group, total, "all_reduce", group.started[0])
+    except MismatchError:
+        raise
     except (RuntimeError, TypeError) as error:
         raise call_error("all_reduce", group, error) from error
     return total

@@ -467,10 +467,14 @@ class Engine:
             if not segment.busy and (segment in backward.entered or is_unused):
                 segment.end_backward()
 
-    @outside_user_modes
     def flush(self) -> None:
         """Reduces the deferred segments, in one order on all ranks, when an accumulation ends or
-        gradients are about to be read."""
+        gradients are about to be read. Calls the hooks of their parameters."""
+        self._reduce_deferred()
+        self.run_hooks()
+
+    @outside_user_modes
+    def _reduce_deferred(self) -> None:
         for segment in self.deferred():
             for steps in self._reductions(segment, last=True):
                 for work in steps:
@@ -508,7 +512,9 @@ class Engine:
             if any(s.forward.running for s in self.segments):  # of a recomputed region
                 self._drop_forwards()
             self._end(backward)
-            for param in [p for s in backward.entered for p in s.params]:
+            # Deferred gradients of earlier micro-batches stay, as in torch.
+            entered = [s for s in backward.entered if s.last.state is not ReduceState.DEFERRED]
+            for param in [p for s in entered for p in s.params]:
                 param.drop()
 
 
@@ -543,7 +549,6 @@ def flush(params: Sequence[Any]) -> None:
     for engine in engines():
         if engine.deferred() and not engine.param_ids.isdisjoint(map(id, params)):
             engine.flush()
-            engine.run_hooks()
 
 
 @outside_user_modes

@@ -31,6 +31,9 @@ def wrap_sparse(original: Callable[..., Any]) -> Callable[..., Any]:
         if not tensor.is_initialized:
             if answer(original, (tensor, *args), kwargs).draws:
                 state.draw(tensor.spec.mesh, "fast")
+            if any(isinstance(a, torch.Generator) for a in (*args, *kwargs.values())):
+                with torch.random.fork_rng([]):  # the generator goes on as on the mesh
+                    original(torch.empty(tensor.shape, dtype=tensor.dtype), *args, **kwargs)
             return tensor
         full = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         with torch.no_grad():

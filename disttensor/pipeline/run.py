@@ -59,15 +59,19 @@ def run(
     batches = check_sequence("pipeline.run: micro_batches", micro_batches, "an iterable")
     if not batches:
         raise ValueError("pipeline.run: there are no micro-batches")
-    order, chunks, shapes = (None, 1, SHAPES) if stages is None else _visits(stages)
+    visits: list[ProcessMesh] | None = None
+    meshes: list[ProcessMesh] | None = None
+    chunks, shapes = 1, list(SHAPES)
+    if stages is not None:
+        visits, meshes, chunks, shapes = _visits(stages)
     builtin = NAMES.get(schedule) if isinstance(schedule, str) else None
-    if builtin and builtin.needs_stages and order is None:
+    if builtin and builtin.needs_stages and meshes is None:
         raise ValueError(
             f"pipeline.run: {schedule!r} visits every mesh several times: give the order, as "
             f"stages={_EXAMPLES[builtin.shape]}"
         )
-    if order is not None:
-        made = named(schedule, len(order), len(batches), chunks)
+    if meshes is not None:
+        made = named(schedule, len(meshes), len(batches), chunks)
         if chunks > 1 and made.shape not in shapes:
             raise ValueError(
                 f"pipeline.run: stages={list(stages or ())} is not an order in which the schedule "
@@ -85,9 +89,9 @@ def run(
     ]
     may_return = bool(builtin and builtin.may_return)
     # If all forwards are one visit, the program may return to a mesh: no backward is in between.
-    way = None if may_return and chunks == 1 else stages
+    visits = None if may_return and chunks == 1 else visits
     try:
-        _carry_out(running, schedule, order, chunks, way, may_return=may_return)
+        _carry_out(running, schedule, meshes, chunks, visits, may_return=may_return)
     except BaseException as error:
         p2p.retire_channels(len(running))
         lone_failure.note_failed_run(error)
@@ -104,8 +108,8 @@ def run(
 
 
 def _carry_out(
-    running: list[MicroBatch], schedule: Any, order: Any, chunks: int,
-    way: Sequence[ProcessMesh] | None, *, may_return: bool,
+    running: list[MicroBatch], schedule: Any, meshes: Any, chunks: int,
+    visits: Sequence[ProcessMesh] | None, *, may_return: bool,
 ) -> None:  # fmt: skip
     rank = world()[0]
 
@@ -114,16 +118,16 @@ def _carry_out(
 
     if not torch.is_grad_enabled():
         for micro_batch in running:
-            micro_batch.graph.stage = stage_in(order) if order else None
+            micro_batch.graph.stage = stage_in(meshes) if meshes else None
             micro_batch.carry_out(Action("F", micro_batch.number, chunks - 1))
         return
     done: set[Action] = set()
-    if order is None:  # the first micro-batch shows the meshes
+    if meshes is None:  # the first micro-batch shows them
         _check_common_start(schedule)
         first = running[0]
         first.carry_out(Action("F", 0))
         done.add(Action("F", 0))
-        order = first.graph.meshes
+        meshes = first.graph.meshes
         if first.graph.first_return is not None and not may_return:
             src, dst = first.graph.first_return
             raise ValueError(
@@ -131,13 +135,13 @@ def _carry_out(
                 f"(from {src!r} to {dst!r}), where each stage waits for a later one. Use "
                 "'interleaved_1f1b' with stages=[...] in the order of the visits, or 'gpipe'"
             )
-    plan = named(schedule, max(1, len(order)), len(running), chunks)
+    plan = named(schedule, max(1, len(meshes)), len(running), chunks)
     _check_channels(running, plan)
-    stage = stage_in(order)
+    stage = stage_in(meshes)
     for micro_batch in running:
-        micro_batch.at(stage, plan, way)
+        micro_batch.at(stage, plan, visits)
     for o in observers_of_thread():
-        o.begin_run(order, plan, stage)
+        o.begin_run(meshes, plan, stage)
     row = callbacks.choose_actions.get()(plan.orders[stage])
     # The last backward of each visit. I does not count, as gradients of weights come after it.
     final = {a.chunk: a for a in row if a.kind in "BW"}
@@ -178,19 +182,20 @@ _EXAMPLES = {
 }
 
 
-def _visits(stages: Sequence[ProcessMesh]) -> tuple[list[ProcessMesh], int, list[str]]:
-    """Returns the meshes without repetition, the number of visits of each, and possible shapes."""
+def _visits(stages: Any) -> tuple[list[ProcessMesh], list[ProcessMesh], int, list[str]]:
+    """Returns the meshes in the order of their visits, the meshes without repetition, the number of
+    visits of each, and possible shapes."""
     listed = check_sequence("pipeline.run: stages", stages, "a list of meshes")
-    stages = [as_mesh("pipeline.run: stages: entry", mesh) for mesh in listed]
-    order = list(dict.fromkeys(stages))
-    chunks = len(stages) // len(order) if order else 0
-    shapes = [shape for shape in SHAPES if route(shape, order, chunks) == stages]
-    if not order or not shapes:
+    visits = [as_mesh("pipeline.run: stages: entry", mesh) for mesh in listed]
+    meshes = list(dict.fromkeys(visits))
+    chunks = len(visits) // len(meshes) if meshes else 0
+    shapes = [shape for shape in SHAPES if route(shape, meshes, chunks) == visits]
+    if not meshes or not shapes:
         raise ValueError(
-            f"pipeline.run: stages={list(stages)}: the meshes in the order of their visits, each "
+            f"pipeline.run: stages={visits}: the meshes in the order of their visits, each "
             f"as often as the others, as in {_EXAMPLES['loop']} or {_EXAMPLES['v']}"
         )
-    return order, chunks, shapes
+    return visits, meshes, chunks, shapes
 
 
 def _check_common_start(schedule: Any) -> None:

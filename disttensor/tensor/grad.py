@@ -100,7 +100,7 @@ def combine_gradients(x: MeshTensor, pieces: Sequence[tuple[Axes, Tensor]]) -> t
 
 def get_grad(x: T) -> T | None:
     """Returns the gradient of x, one object per gradient tensor, so that ``p.grad is p.grad``."""
-    uses, slot = x._uses, x._grad_slot
+    slot = x._grad_slot
     axes: Axes = ()
     if slot is not None and slot.collector is not None:
         waiting: T | None = slot.collector.waiting()
@@ -108,6 +108,7 @@ def get_grad(x: T) -> T | None:
             if slot.grad is not waiting:
                 remember_grad(x, waiting, made=True)
             return waiting
+    uses = x._uses  # ``waiting`` may have moved the gradient to a leaf of x
     if uses is None or uses.aliases is None:
         total = x.local.grad
         if total is None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 from itertools import zip_longest
 
+from disttensor.autograd.grad_types import GradTransition
+from disttensor.core.spec import DistSpec
 from disttensor.errors import name_of, show_place
 from disttensor.pytree import CONSTANTS
 from disttensor.trace.expression import Constant, Name, show, show_line
@@ -35,7 +37,9 @@ def _name(program: Program, name: Name) -> str:
     if not isinstance(name, Constant):
         return name
     value = program.scope[name]
-    if type(value) in CONSTANTS:
+    if type(value) in CONSTANTS or isinstance(value, DistSpec):
         return f"{value!r}"
+    if isinstance(value, GradTransition):
+        return f"{value.src} to {value.dst}"
     function = name_of(value) if callable(value) else ""
     return function or type(value).__qualname__

@@ -37,7 +37,7 @@ class Constant(Name):
 class Apply(NamedTuple):
     func: Any
     args: Sequence[Any] = ()
-    kwargs: dict[str, Any] = {}  # noqa: RUF012  (never written to)
+    kwargs: tuple[tuple[str, Any], ...] = ()  # hashable: a key of a dict may be a call
 
 
 class Attribute(NamedTuple):
@@ -69,7 +69,7 @@ def show(x: Any, name: Callable[[Name], str] = str) -> str:
         return f"{show(x.owner, name)}.{x.attribute}"
     if isinstance(x, Apply):
         words = [show(a, name) for a in x.args]
-        words += [f"{key}={show(value, name)}" for key, value in x.kwargs.items()]
+        words += [f"{key}={show(value, name)}" for key, value in x.kwargs]
         return f"{show(x.func, name)}({', '.join(words)})"
     if isinstance(x, list):
         return f"[{', '.join(show(v, name) for v in x)}]"

@@ -129,7 +129,7 @@ def record(
         return result, str(why)
 
 
-def in_mode(grad: bool, func: Function, *args: Any, **kwargs: Any) -> Any:
+def in_mode(grad: bool, func: Function, /, *args: Any, **kwargs: Any) -> Any:
     with torch.set_grad_enabled(grad):
         return func(*args, **kwargs)
 

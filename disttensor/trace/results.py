@@ -15,7 +15,7 @@ from disttensor.tensor.uses import Derivation, set_aliases, set_derivation, with
 from disttensor.tensor.versions import version
 from disttensor.torch_private import make_subclass
 from disttensor.trace.expression import Apply, Attribute, SourceName, Variable
-from disttensor.trace.tape import LineKind, Tape, is_constant, map_container
+from disttensor.trace.tape import LineKind, Tape, is_constant, make_tuple, map_container
 from disttensor.trace.world_state import Untraceable
 
 Tensor = torch.Tensor
@@ -41,9 +41,10 @@ class Results:
         if kind in (list, tuple, dict):
             return map_container(value, self.expression)
         if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return self.tape.apply(kind, *map(self.expression, value))
+            items = tuple(map(self.expression, value))
+            return self.tape.apply(make_tuple, self.tape.constant(kind), items)
         if isinstance(value, dict) and hasattr(value, "to_tuple"):  # of transformers
-            fields = {k: self.expression(v) for k, v in value.items()}
+            fields = tuple([(k, self.expression(v)) for k, v in value.items()])
             return Apply(self.tape.constant(kind), (), fields)
         raise Untraceable(f"it returns a {kind.__name__}")
 

@@ -180,7 +180,7 @@ class Tape:
         """Records ``out = func(*args, **kwargs)``, which has run; ``order``: the order in which it
         puts the dims of the first argument; ``writes``: it has written to arguments."""
         given = tuple(map(self.expression, args))
-        named = {k: self.expression(v) for k, v in kwargs.items()}
+        named = tuple([(k, self.expression(v)) for k, v in kwargs.items()])
         metas = {self.variable_of(t): _meta(t) for t in collect((args, kwargs), [])}
         made: dict[Name, LocalMeta] = {}
         target = self._target(out, made)
@@ -199,7 +199,12 @@ class Tape:
             return map_container(value, self.expression)
         if isinstance(value, tuple) and kind is not torch.Size:
             items = tuple(map(self.expression, value))
-            return self.apply(_tuple_of, self.constant(kind), items)
+            return self.apply(make_tuple, self.constant(kind), items)
+        if kind is slice:
+            ends = value.start, value.stop, value.step
+            if any(isinstance(end, Tensor) for end in ends):
+                raise Untraceable("a slice ends at a tensor, whose value torch reads")
+            return self.apply(slice, *map(self.expression, ends))
         if kind in _PLAIN:
             return value
         if why := getattr(value, "untraceable", ""):  # an object that is empty after the call
@@ -282,7 +287,7 @@ def _meta(t: Tensor) -> LocalMeta:
         return LocalMeta(t.shape, stride, t.stride(), t.dtype, t.device, t.requires_grad)
 
 
-def _tuple_of(kind: type, items: tuple[Any, ...]) -> Any:
+def make_tuple(kind: type, items: tuple[Any, ...]) -> Any:
     """Returns a named tuple, or a result of torch that looks like one."""
     is_torchs = kind.__module__ == "torch.return_types"
     return kind(items) if is_torchs else tuple.__new__(kind, items)

@@ -283,3 +283,26 @@ def test_a_read_into_the_shards_themselves_is_seen_by_the_next_forward(tmp_path)
         assert not torch.equal(model(x).full_tensor(), want)  # gathered now, and kept
         read(model)
         assert torch.equal(model(x).full_tensor(), want)
+
+
+class WithExtraState(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.ones(2)), torch.full((3,), 7.0)
+
+    def get_extra_state(self) -> Any:
+        return {"scale": self.scale, "steps": [self.scale * 2, 5]}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.scale, self.steps = state["scale"], state["steps"]
+
+
+@on_ranks(2)
+def test_tensors_in_the_extra_state_of_a_module(tmp_path):
+    model = dt.shard_module(WithExtraState(), dt.init_mesh((2,), ("x",)))
+    checkpoints = dt.Checkpointer(tmp_path)
+    checkpoints.save(1, model=model)
+    model.scale = torch.zeros(3)
+    checkpoints.load(model=model)
+    assert model.scale.tolist() == [7.0] * 3
+    assert model.steps[0].tolist() == [14.0] * 3 and model.steps[1] == 5

@@ -589,3 +589,78 @@ def test_the_mean_over_four_times_eight_ranks(monkeypatch: pytest.MonkeyPatch) -
         shard = slice(2 * s, 2 * s + 2)
         torch.testing.assert_close(param.complete, mean[shard], rtol=1e-12, atol=1e-12)
         assert not torch.allclose(param.complete, wrong[r, shard], rtol=1e-3)
+
+
+class Paths(torch.nn.Module):
+    """Micro-batches reach ``a`` or ``b``, and ``c``; ``fails``: in the backward, before a and b."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = (torch.nn.Linear(4, 4, dtype=torch.float64) for _ in range(3))
+
+    def forward(self, x: Any, branch: str, fails: bool = False) -> Any:
+        y = getattr(self, branch)(x)
+        if fails:
+            y.register_hook(self.fail)
+        return self.c(y)
+
+    def fail(self, grad: Any) -> None:
+        raise ValueError("a hook of the user")
+
+
+def sharded_paths(stage: int) -> Any:
+    mesh = dt.init_mesh((2,), ("fsdp",))
+    return dt.shard_data_parallel(Paths(), mesh, "fsdp", stage=stage, segments=["a", "b", "c"])
+
+
+def micro_batch(model: Any, number: int) -> Any:
+    x = torch.linspace(-1, 1, 20, dtype=torch.float64).view(5, 4) * (number + 1)
+    if isinstance(model.a.weight, dt.DistTensor):
+        x = dt.shard_tensor(x, model.a.weight.process_mesh, [dt.Shard(0)])
+    return x
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("reduce", ["scatter", "none"])
+@on_ranks(2)
+def test_hooks_run_for_segments_that_the_last_backward_does_not_reach(reduce, stage):
+    model, called = sharded_paths(stage), set()
+    for name, p in model.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda p, name=name: called.add(name))
+    for i, branch in enumerate("ab"):
+        with dt.accumulate(model, last=i == 1, reduce=reduce):
+            model(micro_batch(model, i), branch).sum().backward()
+    assert called == {name for name, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("reduce", ["scatter", "none"])
+@on_ranks(2)
+def test_gradients_of_earlier_micro_batches_outlive_an_error(reduce):
+    """The program catches it, and goes on to accumulate; torch keeps all gradients, too."""
+    found = []
+    for model in (sharded_paths(3), Paths()):
+        for i in range(3):
+            around: Any = contextlib.nullcontext()
+            if not found:
+                around = dt.accumulate(model, last=i == 2, reduce=reduce)
+            with contextlib.suppress(ValueError), around:
+                model(micro_batch(model, i), "a", fails=i == 1).square().sum().backward()
+        grads = [p.grad for p in (*model.a.parameters(), *model.c.parameters())]
+        found.append(values(grads))
+    for mine, plain in zip(*found, strict=True):
+        torch.testing.assert_close(mine, plain, rtol=1e-11, atol=1e-12)
+
+
+@on_ranks(4)
+def test_a_gradient_that_waits_is_there_when_it_is_first_read():
+    mesh = dt.ProcessMesh([[0, 1], [2, 3]], ("dp", "fsdp"))
+    model = dt.shard_data_parallel(torch.nn.Linear(4, 4), mesh, shard_axis="fsdp")
+    x = dt.ones(4, 4, mesh=mesh, placements=[dt.Shard(0), dt.Replicate()])
+    with dt.accumulate(model, last=False, reduce="none"):
+        model(x).sum().backward()
+    assert [model.weight.grad is None for _ in range(2)] == [False, False]
+    model.zero_grad(set_to_none=False)
+    with dt.accumulate(model, last=True, reduce="none"):
+        model(x).sum().backward()
+    assert model.bias.grad.tolist() == [4.0] * 4

@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import disttensor as dt
@@ -124,6 +125,9 @@ def test_interleaved(count, visits):
     meshes = stage_meshes()
     check(deep(2 * visits), meshes, 0, count, "interleaved_1f1b", meshes * visits)
     check(deep(2 * visits), meshes, 0, count, "gpipe", meshes * visits)
+    theirs = [DeviceMesh("cpu", mesh.ranks, mesh_dim_names=("tp",)) for mesh in meshes]
+    meshes = [dt.ProcessMesh.from_device_mesh(mesh) for mesh in theirs]
+    check(deep(2 * visits), meshes, 0, count, "interleaved_1f1b", theirs * visits)
 
 
 @on_ranks(2)

@@ -331,6 +331,17 @@ def test_a_skipped_module_that_seeds_restarts_the_numbers_on_all_ranks() -> None
         assert counts == expected, kind
 
 
+@on_ranks(2)
+def test_a_generator_goes_on_alike_where_sparse_fills_a_tensor_of_another_stage() -> None:
+    mesh = dt.init_mesh((2,), ("x",))
+    generator = torch.Generator().manual_seed(3)
+    nn.init.sparse_(dt.zeros(6, 4, mesh=ProcessMesh([0], ("s",))), 0.5, generator=generator)
+    x = dt.zeros(3, mesh=mesh).normal_(generator=generator)
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, x.to_local().tolist())
+    assert everyone[0] == everyone[1]
+
+
 def test_the_count_is_where_torch_reads_nothing() -> None:
     torch.manual_seed(1)
     with_it, plain = torch.get_rng_state(), torch.default_generator.get_state()

@@ -427,3 +427,52 @@ def test_a_program_keeps_no_tensor_of_its_recording():
     (program,) = fast.recorded()
     calls = [line.call for line in program.lines if line.call is not None]
     assert len(calls) >= 5 and not collect([line.value for line in program.lines], [])
+
+
+class Reordered(NamedTuple("Fields", [("logits", torch.Tensor), ("loss", torch.Tensor)])):
+    """A result whose constructor takes its fields in another order."""
+
+    def __new__(cls, loss, logits):
+        return super().__new__(cls, logits, loss)
+
+
+class Name(NamedTuple):
+    layer: int
+    kind: str
+
+
+def ends_at_a_tensor(x, t, n):
+    return x * t[:n].sum()
+
+
+RESULTS = {
+    "a tuple with its own constructor": lambda x: Reordered(loss=x * 0, logits=x * 1),
+    "a dict with tuples as keys": lambda x: {Name(0, "a"): x * 2, (1, None): x * 3, -1: x},
+    "slices": lambda x: (x[1:] * 1, x[:, :-1] * 1, x[..., None] * 1),
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+@on_ranks(2)
+def test_results_of_each_form(name):
+    mesh, forward = dt.init_mesh((2,), ("tp",)), RESULTS[name]
+    fast = dt.replay(forward)
+    x = dt.shard_tensor(torch.arange(15.0).view(5, 3), mesh, [S1])
+    for _ in range(4):
+        got, want = fast(x), forward(x)
+        assert type(got) is type(want)
+        if isinstance(want, dict):
+            assert [*got] == [*want]
+            got, want = got.values(), want.values()
+        for a, b in zip(got, want, strict=True):
+            assert a.spec == b.spec and torch.equal(a.to_local(), b.to_local())
+    assert fast.replays == 3 and not fast.why()
+
+
+@on_ranks(2)
+def test_a_slice_that_ends_at_a_tensor_is_read_in_each_call():
+    mesh = dt.init_mesh((2,), ("tp",))
+    x, fast = dt.ones(4, mesh=mesh, placements=[S0]), dt.replay(ends_at_a_tensor)
+    for n in (1, 2, 3):
+        assert fast(x, torch.ones(9), torch.tensor(n)).sum().item() == 4 * n
+    assert fast.why() == ["a slice ends at a tensor, whose value torch reads"]
