@@ -99,8 +99,9 @@ class Factors:
             merge)
         linear_terms: the call is a sum of products: for each term the arguments in which it is
             linear. The result may be P(sum) if every term is P(sum): by one P operand, by a split
-            reduced letter, or by joining (the first rank adds it). (): linear in no argument,
-            Partial inputs are reduced first.
+            reduced letter, or by joining: a replicated operand becomes P(sum), whole on the first
+            rank of the axis and zero on the others. (): linear in no argument, Partial inputs are
+            reduced first.
         moves: the call only moves elements: a Partial of any reduction passes through
         shapes: global shapes of the outputs, if letters do not determine them
         local: called once per plan: ``local(call)`` returns the function that runs on locals

@@ -60,7 +60,7 @@ def _reordered(x: Tensor, spec: DistSpec, axes: Axes, back: bool = False) -> Ten
 
 
 @register(Replicate, Balanced, kind="slice")
-def exchange_rows(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
+def keep_rows(x: Tensor, src: DistSpec, dst: DistSpec, axes: Axes) -> Tensor:
     """Cuts ``f32[8]`` to ``f32[8@cp]``: rows 0, 1, 6, 7 are on the first of two ranks. Local."""
     (axis,) = axes
     dim, mesh = _dim(dst, axis), src.mesh

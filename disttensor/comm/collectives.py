@@ -61,7 +61,8 @@ def _complete(result: Any, async_op: bool) -> Any:
 def all_reduce(
     x: Tensor, op: str, group: Group, *, inplace: bool = False, async_op: bool = False
 ) -> Tensor:
-    """Reduces x elementwise with ``op`` over all members: to a new tensor, or ``inplace``."""
+    """Reduces x elementwise with ``op`` over all members: to a new tensor, or ``inplace``. In a
+    group of one rank the result shares the memory of x."""
     n = len(group.ranks)
     seen = observers or compare_collectives.enabled
     if op == "sum" and x.dtype in wire.SUMMED and n > 1 and not (inplace or async_op or seen):

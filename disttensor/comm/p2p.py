@@ -7,9 +7,9 @@ pair on NCCL does, to create its groups. Messages of one pair of ranks with one 
 order in which they were sent.
 
 Note on tags. Every rank of the world calls ``next_tag`` once for every transfer of the program,
-even if it takes no part, so all ranks agree. The backward of a transfer uses ``tag + 1``. A
-*channel* has its own numbering of transfers: ranks may run micro-batches in different orders, so
-each micro-batch has its own channel.
+even if it takes no part, so all ranks agree. The backward of a transfer uses ``tag ^ 1``, so the
+backward of a backward uses ``tag`` again. A *channel* has its own numbering of transfers: ranks may
+run micro-batches in different orders, so each micro-batch has its own channel.
 
 Note on NCCL. NCCL has no tags: messages from one rank to another match by the order in which both
 post them, so both must run the micro-batches in the same order.

@@ -30,7 +30,8 @@ class LoaderPosition:
         inside: an epoch has begun and has not ended.
         epochs: the number of epochs that have begun before this one.
         last: the digest of the last complete epoch.
-        later: the states of the generators after later epochs that have begun within this one.
+        later: the states of the generators after epochs of this loader that have begun before this
+            one ended; restored after this one has drawn its order.
     """
 
     samples: int = 0

@@ -1,8 +1,9 @@
 """Resolves how a call is run. ``plan_call`` makes a plan of the Resolution, ``explain`` prints it.
 
 The ways, in the order in which they are tried: a handler (functions that compute nothing),
-``out=``, the call with numbers read from tensors, one call for each mesh (lists), a rule, the
-Python body of the function, the fallback. The fallback gathers everything, which is always correct.
+``out=``; if there is a rule: the call with numbers read from tensors, one call for each mesh
+(lists), the rule; the Python body of the function; the fallback. The fallback gathers everything,
+which is always correct.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ from disttensor.tensor.dist_tensor import DistTensor, wrap
 
 
 class LayerLoad(NamedTuple):
-    """``experts[i]``: the number of tokens of expert i. ``parts[j]``: of all experts of the j-th
+    """``experts[i]``: the number of tokens that chose expert i, also those that its capacity drops.
+    ``parts[j]``: of all experts of the j-th
     part, as the mesh splits them; one part if it does not. ``busiest``: the largest part over the
     mean, which is 1.0 if the load is even."""
 

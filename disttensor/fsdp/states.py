@@ -28,7 +28,9 @@ Its gradients in one backward: ``SegmentBackward.state``
     DEFERRED    between backwards, not reduced yet         flush          -> DONE
 
 The end of a backward starts what has not started, and leads to DONE, or to DEFERRED if it is not
-the last of an accumulation.
+the last of an accumulation. REDUCING also holds where the context sends nothing. A running backward
+has a record of its own. It replaces ``Segment.last`` when the backward ends without an error; after
+an error the old record stays, with its DEFERRED.
 """
 
 from __future__ import annotations
@@ -46,8 +48,8 @@ Pin = Enum("Pin", "GRAPH BACKWARD")
 
 
 class SegmentBackward:
-    """A segment in one backward; ``last``: in the last one, which predicts this one. Without it:
-    in no backward yet.
+    """A segment in one backward. ``last``: the record of the last backward, whose leaves and
+    companions are expected again. None: the segment has had no backward.
 
     to_leave    forwards whose nodes have not all run.
     arrived     the leaves that have their gradient.

@@ -108,7 +108,8 @@ class GradAccumulator:
 
     def waiting(self) -> DistTensor | None:
         """Returns ``p.grad`` between the backwards of an accumulation, if a gradient waits: the
-        pending sum, laid out as ``unsharded_param``, with the gradient of ``sharded_param``."""
+        pending sum, laid out as ``unsharded_param``, with the gradient of ``sharded_param``. It may
+        move the gradient to leaves of ``sharded_param``, and returns None then."""
         if current_backward() != -1 or not self.has_grads():
             return None
         self.collect()

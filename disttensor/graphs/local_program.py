@@ -99,6 +99,7 @@ def compiled(
     graph ends to ``breaks``. ``kind``: of the call, which a line names when it is compiled."""
     register(OPERATORS)
     scope = dict(program.run.__globals__)
+    # Reads may come first: ``reads_what_it_wrote`` refuses programs that read after a write.
     of = {kind: [line for line in program.lines if line.kind is kind] for kind in LineKind}
     reads, lines = of[LineKind.READ], of[LineKind.CALL]
     makes = of[LineKind.WRITE] + of[LineKind.MAKE]

@@ -30,7 +30,7 @@ Function = Callable[..., Any]
 
 class OpaqueCall(NamedTuple):
     """``func(*given)`` returns the list ``made``; ``dispatched``: a context with the autocast of
-    the recorded call."""
+    the recorded call, taken when the first call compiles it."""
 
     func: Callable[..., list[Tensor]]
     given: tuple[LocalMeta, ...]

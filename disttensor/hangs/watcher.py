@@ -43,6 +43,9 @@ def watch(seconds: float = 3.0) -> None:
 
 
 class Watch(threading.Thread):
+    """Keys in the store: asked (the number of questions so far), asker (the rank that asks), told
+    (the situation that was printed last), status/n/r (the answer of rank r to question n)."""
+
     def __init__(self, seconds: float) -> None:
         super().__init__(name="watch", daemon=True)
         self.seconds = seconds

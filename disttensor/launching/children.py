@@ -61,8 +61,8 @@ class Forked:
 class Children:
     """The ranks of a world of ``size`` that are children of this process.
 
-    results: by rank, pickled. failures: (kind, rank, text); a "symptom" has its "cause" in another
-    rank.
+    results: by rank, pickled. failures: (kind, rank, text). A CommError is a "symptom": the rank
+    has waited for one that failed. Another error, or a killed process, is a "cause".
     """
 
     def __init__(self, who: str, size: int) -> None:
@@ -80,7 +80,7 @@ class Children:
         process = start(there)
         if process.pid == 0:
             gc.freeze()  # the parent's garbage may refer to threads that a fork does not have
-            self.kept = list(LEFT_GROUPS)
+            self.kept = list(LEFT_GROUPS)  # never read: destructors of groups must not run here
             for connection in (here, *self.connections.values()):
                 connection.close()
             return there

@@ -83,7 +83,7 @@ def launch(
             there = children.start(rank, functools.partial(start, rank))
             if there is not None:  # this process is the fork
                 run_rank(rank, size, parent, there, fn, args)
-        children.start_store()
+        children.start_store()  # after the forks, which would lack its threads
         missing = children.receive(math.inf if timeout is None else timeout)
         children.check()
         if missing:

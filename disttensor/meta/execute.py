@@ -1,4 +1,5 @@
-"""Runs calls on a rank off the mesh: metadata and tokens, no memory, no kernel.
+"""Makes and updates the results of calls off the mesh: metadata and tokens, no memory, no kernel.
+``disttensor.dispatch.run.run_off_mesh`` calls it.
 
 The layout of a result comes from the rule, as on ranks of the mesh. Shapes, dtypes and dependencies
 come from ``ops.answer``, once per kind of call.
@@ -116,7 +117,7 @@ def update_written(func: Function, target: Any, tensors: list[Any], mesh: Proces
             )
     into = token.join([t.local for t in tensors if type(t) is DistTensor], mesh.device)
     if into.requires_grad:
-        token.replacements[0] += 1
+        token.replacements[0] += 1  # guards of recorded forwards compare tensors again
         for t in targets:
             for member in views.aliases_of(t):
                 if member.spec.dtype.is_floating_point or member.spec.dtype.is_complex:

@@ -19,7 +19,7 @@ def check_fresh(params: Iterable[Any], who: str) -> None:
     """Raises RuntimeError if a module has replaced some of ``params`` by other tensors.
 
     Code that replaces a parameter of a module describes the replacement in its attribute
-    ``_replaced``.
+    ``_replaced`` (``disttensor.tensor.user_facts.carry_over``).
     """
     marks = [getattr(p, "_replaced", None) for p in params]  # torch.compile traces this
     stale = [what for what in marks if what]

@@ -13,7 +13,8 @@ from disttensor.checks import check_int
 
 AXES = ("pp", "dp", "sharding", "cp", "tp")  # outer to inner
 STAGE_AXES = AXES[1:]  # of the mesh of one stage
-REST = ("dp", "sharding", "tp", "cp", "pp")  # the first that is left out gets the remaining factor
+# The first that is left out gets the remaining factor: dp and sharding ask nothing of a model.
+REST = ("dp", "sharding", "tp", "cp", "pp")
 
 
 class Degrees(NamedTuple):

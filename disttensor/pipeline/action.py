@@ -16,7 +16,8 @@ _SHOWN = 4  # most wrong actions that an error names
 class Action(NamedTuple):
     """One forward ("F") or backward ("B") of a micro-batch through a stage, on its visit ``chunk``.
     A backward may be split into two parts: the gradients of the visit's inputs ("I"), which are
-    sent to the stage before, and later the gradients of its weights ("W").
+    sent to the stage before, and later the gradients of its weights ("W"). If a program stays on a
+    mesh without a boundary, two chunks are one visit of its graph (``MicroBatchGraph``).
 
     >>> print(pipeline.Action("F", 3), pipeline.Action("W", 3, chunk=1))
     F3 W3.1

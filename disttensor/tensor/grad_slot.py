@@ -16,8 +16,8 @@ Tensor = torch.Tensor
 
 
 class GradCollector(Protocol):
-    """Collects the gradients of a leaf on other tensors, and brings them to the leaf (see
-    ``disttensor.fsdp.param``)."""
+    """Collects the gradients of a leaf on other tensors, and brings them to the leaf: see
+    ``disttensor.gradients.accumulate``; ``disttensor.fsdp.param`` adds ``feature``, ``renew``."""
 
     feature: str  # its name in errors
     hooks: OrderedDict[int, Callable[[Any], Any]]  # called when the leaf has its gradient

@@ -230,7 +230,7 @@ def aliases_of_leaf(x: Any) -> list[Tensor]:
     return [alias for _, alias in leaves_of(x)[1:]]
 
 
-# Transitions ----------------------------------------------------------------------------------
+# Derivations ----------------------------------------------------------------------------------
 
 
 def set_derivation(result: Any, local: Tensor, source: Any, *call: Any) -> None:

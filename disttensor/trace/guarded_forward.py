@@ -310,6 +310,7 @@ class GuardedForward(InstanceForward):
                 parts.append(tuple([ids.index(i) for i in ids]))
                 inputs = [x for i, x in enumerate(inputs) if ids.index(id(x)) == i]
         parts.append(self.key_of_memory(guard, inputs))
+        # The last three; ``first_call`` compares the first two of them, ``_widen`` replaces these.
         parts += (self.key_of_own(guard), guard.flags(), snapshot(device_of(inputs)))
         return tuple(parts), inputs
 

@@ -284,7 +284,8 @@ class CallRecorder(Observer):
         return out
 
     def run_local(self, local: Function, /, *args: Any, **kwargs: Any) -> Any:
-        decided = getattr(local, "decided", None)  # by strides
+        # Of ``own_memory`` (ops/shape/strides.py): chooses by strides, which are in the key.
+        decided = getattr(local, "decided", None)
         if decided is not None and not self.quiet:
             with self.inside():
                 local = decided(args[0])
