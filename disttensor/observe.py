@@ -72,6 +72,9 @@ class Observer:
     def exchange_objects(self) -> None:
         """Sees that ranks exchange Python objects."""
 
+    def exchange_own(self, value: Any) -> None:
+        """Sees a value that may differ between ranks, in a world whose other ranks do not run."""
+
     def seed(self) -> None:
         """Sees that the engine has seeded, or restored, torch's generators."""
 

@@ -10,7 +10,9 @@ from typing import Any
 
 from disttensor.comm.groups import Group
 from disttensor.comm.objects import gather_results
+from disttensor.comm.process_group import is_fake
 from disttensor.errors import MismatchError
+from disttensor.observe import observers_of_thread
 
 
 def agree(who: str, group: Group, own: Any = None, **facts: Any) -> list[Any]:
@@ -25,6 +27,9 @@ def agree(who: str, group: Group, own: Any = None, **facts: Any) -> list[Any]:
         MismatchError: on all members, if a fact differs or the members are at different calls. It
             names the fact and the value of each rank.
     """
+    if own is not None and is_fake():
+        for o in observers_of_thread():
+            o.exchange_own(own)
     everyone = gather_results(who, group, lambda: (facts, own))
     for name in facts:
         holders: dict[str, list[int]] = {}

@@ -97,15 +97,17 @@ class Device:
         """The backend of torch.distributed for tensors on this device."""
         return "nccl" if self.asynchronous else "gloo"
 
-    def seconds(self, flops: float, nbytes: float, dtype: torch.dtype) -> float:
-        """Returns the time of a kernel on the device. Raises ValueError for a dtype without a
-        peak."""
+    def seconds(
+        self, flops: float, nbytes: float, dtype: torch.dtype, where: str = "the program"
+    ) -> float:
+        """Returns the time of a kernel on the device. Raises ValueError for a dtype without a peak.
+        ``where``: the kernel, in the error."""
         if not flops:
             return nbytes / self.bandwidth
         if dtype not in self.peak:
             known = ", ".join(map(str, self.peak))
             raise ValueError(
-                f"the device {self.name!r} has no peak for {dtype}, in which the program computes; "
+                f"the device {self.name!r} has no peak for {dtype}, in which {where} computes; "
                 f"it has peaks for {known}. Add one: dataclasses.replace(device, "
                 f"peak={{**device.peak, {dtype}: ...}}), or compute in another dtype"
             )
@@ -114,7 +116,8 @@ class Device:
     def kernel(self, op: Op, share: float = 1.0) -> float:
         """Returns the time of a recorded operator, or of one that does a ``share`` of its work."""
         flops = op.flops * share * (_computed(*op.causal, *self.tiles) if op.causal else 1.0)
-        seconds = self.seconds(flops, op.nbytes * share, op.dtype)
+        where = f"{op.name} at {op.where}"
+        seconds = self.seconds(flops, op.nbytes * share, op.dtype, where)
         return seconds * self.kernels.get((op.name, op.dtype), 1.0) if self.kernels else seconds
 
 

@@ -24,6 +24,7 @@ class Op(NamedTuple):
     dtype   the dtype in which it computes
     layer   of operators with FLOPs, see ``layers.py``
     causal  of a causal attention: the numbers of its queries and keys
+    again   it was computed before, in a forward that is recomputed
     """
 
     name: str
@@ -34,6 +35,7 @@ class Op(NamedTuple):
     where: str
     layer: str = ""
     causal: tuple[int, ...] = ()
+    again: bool = False
 
 
 class Collective(NamedTuple):
@@ -41,7 +43,7 @@ class Collective(NamedTuple):
 
     nbytes   bytes that this rank sends
     group    the name of the process group, the same on all its ranks
-    uneven   ranks exchange pieces of several sizes
+    uneven   the amounts sent to each rank, and received, if they are not all equal; else ()
     work     its number or name, which a Wait has, too
     """
 
@@ -50,7 +52,7 @@ class Collective(NamedTuple):
     nbytes: int
     ranks: tuple[int, ...]
     group: str
-    uneven: bool
+    uneven: tuple[tuple[int, ...], ...]
     work: Name
     phase: str
     where: str

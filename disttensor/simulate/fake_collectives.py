@@ -63,10 +63,10 @@ class _Work(dist.Work):
         return True
 
 
-def _uneven(args: Any) -> bool:
-    """Returns True if an argument is a list of different sizes, as of an all-to-all."""
-    sizes = [a for a in args if isinstance(a, list) and a and isinstance(a[0], int)]
-    return any(len(set(s)) > 1 for s in sizes)
+def _uneven(args: Any) -> tuple[tuple[int, ...], ...]:
+    """Returns the lists of sizes in the arguments, as of an all-to-all, if a list has several."""
+    sizes = [tuple(a) for a in args if isinstance(a, list) and a and isinstance(a[0], int)]
+    return tuple(sizes) if any(len({*s}) > 1 for s in sizes) else ()
 
 
 class FakeCollectives:

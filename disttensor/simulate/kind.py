@@ -48,6 +48,15 @@ class Kind:
         """Floating-point operations of one rank in the step, by torch's formulas."""
         return sum(e.flops for e in self.events if isinstance(e, Op))
 
+    @property
+    def model_flops(self) -> int:
+        """The FLOPs of forwards and backwards, without those that are computed again."""
+        return sum(
+            e.flops
+            for e in self.events
+            if isinstance(e, Op) and not e.again and e.phase != "optimizer"
+        )
+
     @cached_property
     def layers(self) -> Flops:
         """FLOPs of one rank by module and phase: ``{"mlp.up": {"forward": 8, "backward": 16}}``. A

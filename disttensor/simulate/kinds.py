@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from disttensor.comm.log import CommLog
+from disttensor.comm.process_group import world
 from disttensor.core.layout import box_at
 from disttensor.core.mesh import ProcessMesh
+from disttensor.errors import user_line
 from disttensor.runtime import current_runtime
 from disttensor.simulate.events import Collective, Event
 from disttensor.simulate.rank_run import Grid, PipelineRun, RankRun, Shape
@@ -31,8 +33,8 @@ class Differences:
     """The facts by which ranks differ.
 
     pieces   of each mesh: sizes of dims that the axes do not split into equal pieces
-    numbered of each mesh: axes on which neighbours exchange pieces of several sizes, so that the
-             coordinates matter
+    numbered of each mesh: axes on which ranks exchange amounts that do not follow from the sizes of
+             their pieces, so that the coordinates matter
     volumes  for each transfer between meshes: the amounts that each rank sends and receives
     sources  ranks that broadcast values to all others
     stages   of each pipeline run: the meshes of its stages
@@ -89,6 +91,7 @@ class DifferenceLog(CommLog):
     def __init__(self) -> None:
         super().__init__()
         self.found = Differences()
+        self.exchanged: list[str] = []  # values that other ranks may have otherwise
         self._owned: set[int] = set()
         self._known: dict[int, CrossMeshPlan] = {}  # by id; an id is valid while its plan is alive
 
@@ -98,6 +101,9 @@ class DifferenceLog(CommLog):
         elif id(label) not in self._known:
             self._known[id(label)] = label
             self.found.volumes.add(_volumes(label))
+
+    def exchange_own(self, value: Any) -> None:
+        self.exchanged.append(f"{value} ({user_line()})")
 
     def trace_module(self, mesh: ProcessMesh, calls: Sequence[Any]) -> None:
         self.found.work.setdefault(mesh.ranks, []).append(tuple(calls))
@@ -116,7 +122,7 @@ class DifferenceLog(CommLog):
         rank."""
         out = self.found
         out.stages = {run.grids for run in runs}
-        uneven = [e for e in events if isinstance(e, Collective) and e.uneven]
+        uneven = {(e.ranks, e.uneven) for e in events if isinstance(e, Collective) and e.uneven}
         for mesh in list(current_runtime().meshes.values()):
             if not mesh.specs:
                 continue
@@ -126,10 +132,30 @@ class DifferenceLog(CommLog):
                 for size, axes in zip(spec.shape, spec.layout.dims, strict=True):
                     if size % _product(mesh.shape, axes):
                         found.add((size, axes))
-            for event in uneven if mesh.coordinate is not None else ():
-                if axes := _axes_of(mesh, event.ranks):
+            for ranks, splits in uneven if mesh.coordinate is not None else ():
+                axes = _axes_of(mesh, ranks)
+                if axes and not all(_follows(split, mesh, ranks, found) for split in splits):
                     out.numbered.setdefault(grid, set()).add(axes)
         return out
+
+
+def _follows(
+    split: Sequence[int], mesh: ProcessMesh, ranks: Sequence[int], pieces: set[tuple[int, Axes]]
+) -> bool:
+    """Returns True if the amounts that this rank exchanges with each other one of ``ranks`` are
+    equal, or proportional to the sizes of their pieces of a dim: they follow from its own sizes."""
+    own = world()[0]
+    others = [(n, rank) for n, rank in zip(split, ranks, strict=True) if n or rank != own]
+    amounts = [n for n, _ in others]
+    if len({*amounts}) == 1:
+        return True
+    places = [mesh.coordinate_of(rank) or () for _, rank in others]
+    for size, axes in pieces:
+        sizes = [box_at((size,), (axes,), mesh.shape, place).shape[0] for place in places]
+        total, whole = sum(amounts), sum(sizes)
+        if total and [n * whole for n in amounts] == [n * total for n in sizes]:
+            return True
+    return False
 
 
 def _volumes(plan: CrossMeshPlan) -> frozenset[tuple[int, Volume]]:
@@ -155,9 +181,11 @@ def _axes_of(mesh: ProcessMesh, ranks: tuple[int, ...]) -> Axes:
 
 
 def representatives(
-    world: int, wanted: Iterable[int] | None, run: Callable[[int], tuple[RankRun, Differences]]
-) -> list[tuple[list[int], int, RankRun]]:
-    """Runs one rank of each kind. Of equal stages two are run, and the others are derived.
+    world: int, wanted: Iterable[int] | None,
+    run: Callable[[Sequence[int]], list[tuple[RankRun, Differences]]],
+) -> list[tuple[list[int], int, RankRun]]:  # fmt: skip
+    """Runs one rank of each kind, by ``run(ranks)``. Of equal stages two are run, and the others
+    are derived.
 
     Returns:
         For each kind: its ranks, the rank that was run, and its run.
@@ -177,8 +205,9 @@ def representatives(
         derived = {d.rank: d for d in derived_ranks(known.stages, known.work, groups, excluded)}
         to_run = [r for r in missing if r not in derived]
         if to_run:
-            results[to_run[0]], found = run(to_run[0])
-            known.update(found)
+            for rank, (made, found) in zip(to_run, run(to_run), strict=True):
+                results[rank] = made
+                known.update(found)
             continue
         for rank in missing:
             one = derived[rank]

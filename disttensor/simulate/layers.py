@@ -9,7 +9,7 @@ a recomputed region belong to the modules that run again, or to the module aroun
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 from unittest import mock
@@ -100,14 +100,14 @@ class Layers:
             _own(find_tensors(out, attributes=True), inner.layer)
         return out
 
-    def layer_now(self) -> str:
-        """Returns the layer of the operator that runs."""
+    def layer_now(self) -> tuple[str, bool]:
+        """Returns the layer of the operator that runs, and whether it is recomputed."""
         call, backward = callbacks.recompute_context.get() or self._outside, current_backward()
         if call.backward == backward:
             call.computes = True
-            return call.layer
+            return call.layer, backward != -1
         node = current_node()
-        return OUTSIDE if node is None else node.metadata.get(_LAYER, OUTSIDE)
+        return OUTSIDE if node is None else node.metadata.get(_LAYER, OUTSIDE), False
 
     # Names ----------------------------------------------------------------------------------------
 
@@ -134,6 +134,11 @@ class Layers:
             name = kind if seen[kind] == 1 else f"{kind}#{seen[kind]}"
             for path, module in one.named_modules(prefix=name if len(self._roots) > 1 else ""):
                 self._names[module] = path or kind
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yields the parameters of all models."""
+        for root in self._roots:
+            yield from root.parameters()
 
     def of_meshes(self) -> LayersOfMeshes:
         """Returns the modules that have parameters on each mesh, in order."""

@@ -8,7 +8,6 @@ from functools import cache
 from typing import Any
 
 from disttensor.checks import check_callable, check_int, check_positive, check_sequence, check_type
-from disttensor.errors import SimulationError
 from disttensor.parallel.strategy import Strategy
 from disttensor.progress import bar
 from disttensor.simulate import devices
@@ -27,7 +26,6 @@ from disttensor.simulate.text import amount, seconds
 _UNSURE = 0.96  # simulated over estimated time: strategies of one program differ by no more
 _EXACT = 0.9  # of estimated memory: the real peak is not lower
 _FULL = 0.8  # of the memory: rank 0 runs first if the estimate is above this
-_REFUSALS = (ValueError, TypeError, SimulationError)
 
 
 def plan_strategy(
@@ -140,7 +138,7 @@ class Search:
                 if ranks and busy >= self.best:
                     late = f"computes for {seconds(busy)}"
                     return Candidate(strategy, report, late, True, estimate)
-        except _REFUSALS as error:
+        except Exception as error:
             return Candidate(strategy, report, _refusal(error), False, estimate)
         assert report is not None
         self.simulated += 1
@@ -215,7 +213,7 @@ class Search:
                 self.build_with, strategy, self.world, self.values, self.network.ranks_per_node,
                 self.device.backend,
             )  # fmt: skip
-        except _REFUSALS as error:
+        except Exception as error:
             return _refusal(error)
         return Estimator(found, self.world, self.device, self.network)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -11,12 +11,13 @@ from torch import nn
 from disttensor.core.placement import Placement
 from disttensor.parallel.strategy import Strategy
 from disttensor.pipeline.partition import elements, named_layers
+from disttensor.simulate.child import Child
 from disttensor.simulate.events import Event, Visit
 from disttensor.simulate.layers import ModuleCall
 from disttensor.simulate.memory import Held
 from disttensor.simulate.rank_run import RankRun
 from disttensor.simulate.recorder import StepRecorder, Values
-from disttensor.simulate.run_rank import run_rank
+from disttensor.simulate.run_rank import start_rank
 
 
 @dataclass
@@ -90,8 +91,11 @@ def probe(
         recorder.stop()
         calls.extend(recorder.layers.calls)
 
-    run, _ = run_rank(program, 0, world, values, ranks_per_node, backend)
-    return observed.probe(strategy, run, calls)
+    child: Child[Probe] = start_rank(
+        program, 0, world, values, ranks_per_node, backend,
+        result=lambda run, _: observed.probe(Strategy(), run, calls),
+    )  # fmt: skip
+    return replace(child.result(), strategy=strategy)
 
 
 class _ObservedStrategy(Strategy):

@@ -106,6 +106,10 @@ class RankRun:
     runs      its pipeline runs
     warnings  warnings of the program
     layers    the names of the layers on each mesh
+    files     bytes of the files that it wrote up to the end of the step, by path
+    updates   how often each class of optimizer updated in the step
+    exchanged values that it gave to exchanges between ranks, with the lines
+    reads     the lines at which the program reads its rank
     """
 
     rank: int
@@ -114,6 +118,10 @@ class RankRun:
     runs: list[PipelineRun]
     warnings: list[str]
     layers: LayersOfMeshes = field(default_factory=dict)
+    files: dict[str, int] = field(default_factory=dict)
+    updates: dict[str, int] = field(default_factory=dict)
+    exchanged: list[str] = field(default_factory=list)
+    reads: list[str] = field(default_factory=list)
 
     @property
     def stage(self) -> int | None:
@@ -143,9 +151,11 @@ class RankRun:
     def memory(self) -> Memory:
         return summary(self.held, self.changes)
 
-    def has_peak_of(self, other: RankRun) -> bool:
-        """Returns True if the peaks of memory of both are about equal."""
-        return abs(self.memory.peak - other.memory.peak) <= _PEAK * other.memory.peak
+    def has_peak_of(self, other: RankRun, but_for: int = 0) -> bool:
+        """Returns True if the peaks of memory of both are about equal, or differ by no more than
+        ``but_for`` bytes."""
+        off = abs(self.memory.peak - other.memory.peak)
+        return off <= max(_PEAK * other.memory.peak, but_for)
 
     def labels(self, stage: int) -> Iterator[Label]:
         """Yields the labels of the parts of a stage, in order."""

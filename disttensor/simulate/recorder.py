@@ -4,8 +4,9 @@ engine."""
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -78,8 +79,9 @@ class StepRecorder(TorchDispatchMode):
         self._answered = 0  # records of the engine whose collectives have been answered
         self._optimizing = 0
         self._collectives = FakeCollectives(self._note, self.phase)
-        self._stack = ExitStack()
-        self.steps = 0
+        self.updates: Counter[str] = Counter()  # of the step, by class of optimizer
+        self.first: Any = None  # the first optimizer
+        self.steps = 0  # updates of the first optimizer
         self.after_step: Callable[[], None] = lambda: None
 
     @classmethod
@@ -130,8 +132,14 @@ class StepRecorder(TorchDispatchMode):
         changes = len(self.memory.changes) - self._first
         return Position(len(self.events), changes, len(self.comms.records))
 
+    def has_forward(self) -> bool:
+        return any(isinstance(e, Op) and e.phase == "forward" for e in self.events)
+
     def memory_of_step(self) -> tuple[Held, list[MemoryChange]]:
-        """Returns the bytes by category when the step began, and the changes since."""
+        """Returns the bytes by category when the step began, and the changes since. Call it in the
+        world of the rank."""
+        for p in self.layers.parameters():
+            self.memory.mark(_local(p), "parameters")
         return self.memory.between(self._first, self._first + self.last.changes)
 
     def _note(self, event: Event) -> None:
@@ -165,8 +173,12 @@ class StepRecorder(TorchDispatchMode):
                     mark(_local(t), category)
         for t in collect([list(state.values()) for state in optimizer.state.values()], []):
             mark(_local(t), "optimizer state")
-        self.steps += 1
-        self.after_step()
+        if self.recording:
+            self.updates[type(optimizer).__name__] += 1
+        self.first = self.first or optimizer
+        if optimizer is self.first:
+            self.steps += 1
+            self.after_step()
 
     # Operators ------------------------------------------------------------------------------------
 
@@ -211,10 +223,10 @@ class StepRecorder(TorchDispatchMode):
                 self.memory.see(t, phase)
             if self.recording:
                 name = func._overloadpacket.__name__
-                layer = self.layers.layer_now() if cost.flops else ""
+                layer, again = self.layers.layer_now() if cost.flops else ("", False)
                 self._note(Op(
                     name, cost.flops, cost.nbytes, cost.dtype, phase, user_line(), layer,
-                    cost.causal,
+                    cost.causal, again,
                 ))  # fmt: skip
                 return
         self.memory.clock += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
@@ -27,13 +27,20 @@ _LANES = ("compute", "communication", "wait for ranks", "wait for a stage")
 @dataclass(frozen=True, eq=False)
 class Report:
     """The result of ``simulate``: one Kind for all ranks that do the same. Prints as tables.
-    ``said``: the warnings of the program itself, for example of a fallback that gathers."""
+
+    said     the warnings of the program itself, for example of a fallback that gathers
+    updates  how often each class of optimizer updates in the step
+    files    the bytes of each file that the program writes up to the end of the step, and the ranks
+             that write it. The simulation keeps none of them
+    """
 
     world: int
     kinds: list[Kind]
     device: Device
     network: Network
     said: list[str]
+    updates: dict[str, int] = field(default_factory=dict)
+    files: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
 
     # All ranks together ---------------------------------------------------------------------------
 
@@ -57,9 +64,9 @@ class Report:
 
     @property
     def utilisation(self) -> float:
-        """The model FLOPs utilisation, 0 to 1. It is three times the FLOPs of the forwards (a
-        backward has twice as many), divided by the peak FLOPs of the devices in this time
-        (Chowdhery et al., "PaLM", 2022, appendix B)."""
+        """The model FLOPs utilisation, 0 to 1: the FLOPs of forwards and backwards, without those
+        that are computed again, divided by the peak FLOPs of the devices in this time (Chowdhery et
+        al., "PaLM", 2022, appendix B)."""
         by: Counter[str] = Counter()
         for k in self.kinds:
             for dtype, n in k.flops_by("dtype").items():
@@ -67,7 +74,7 @@ class Report:
         peaks = {str(dtype): peak for dtype, peak in self.device.peak.items()}
         if not by or not self._time:
             return 0.0
-        model = 3 * self._sum(lambda k: k.flops_by("phase").get("forward", 0))
+        model = self._sum(lambda k: k.model_flops)
         devices = self._time / self.device.sharing
         return model / (devices * peaks[by.most_common(1)[0][0]])
 
@@ -119,7 +126,7 @@ class Report:
         runs = [(k.ranks, k.rank, k.events) for k in self.kinds]
         rows = timelines(runs, self.world, device, network)
         kinds = [replace(k, timeline=row) for k, row in zip(self.kinds, rows, strict=True)]
-        return Report(self.world, kinds, device, network, self.said)
+        return replace(self, kinds=kinds, device=device, network=network)
 
     # Some of them ---------------------------------------------------------------------------------
 
@@ -158,6 +165,8 @@ class Report:
             "share_of_stages": self.share_of_stages(),
             "share_of_layers": self.share_of_layers(),
             "flops_by_layer": self.layers,
+            "updates": self.updates,
+            "files": {path: {"bytes": n, "ranks": [*by]} for path, (n, by) in self.files.items()},
             "kinds": [k.as_dict(self.network) for k in self.kinds],
             "warnings": self.warnings,
         }
@@ -256,10 +265,16 @@ class Report:
         shares = " ".join(f"{share:.1%}" for share in self.share_of_stages().values())
         staged = [f"FLOPs of the stages: {shares}", ""] if shares else []
         layered = [*table(layer_shares.rows(self.layers)), ""] if self.layers else []
+        holds = " and ".join(f"{n:,} of {name}" for name, n in self.updates.items()) or "none"
+        files = [
+            f"not written: {path}, {amount(n)} of ranks {names_of(sorted(ranks))}"
+            for path, (n, ranks) in self.files.items()
+        ]
         return "\n".join([
-            self._summary, "", *table(self._rows), "", *staged, *layered,
+            self._summary, f"updates of optimizers in the step: {holds}", "",
+            *table(self._rows), "", *staged, *layered,
             f"memory of ranks {names_of(full.ranks)} at their peak, at {full.memory.where}:",
             *table(held or [("  nothing", "")]), "", "sent by one rank:",
             *table([("ranks", "axis", "number", "bytes"), *sent]),
-            *(f"\nwarning: {w}" for w in self.warnings),
+            *(["", *files] if files else []), *(f"\nwarning: {w}" for w in self.warnings),
         ])  # fmt: skip

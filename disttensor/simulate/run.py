@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from disttensor.checks import (
@@ -16,17 +15,17 @@ from disttensor.checks import (
     is_int,
 )
 from disttensor.comm.log import CommLog
-from disttensor.errors import SimulationError
 from disttensor.progress import bar
 from disttensor.simulate import devices
+from disttensor.simulate.child import Child
 from disttensor.simulate.devices import Device, Network
 from disttensor.simulate.kind import Kind
-from disttensor.simulate.kinds import Differences, representatives
+from disttensor.simulate.kinds import Differences
 from disttensor.simulate.rank_run import RankRun
 from disttensor.simulate.recorder import Values
 from disttensor.simulate.report import Report
-from disttensor.simulate.run_rank import Program, compare, of_build, run_rank
-from disttensor.simulate.templates import can_repeat, fill
+from disttensor.simulate.run_rank import Program, of_build, start_rank
+from disttensor.simulate.runner import Runner
 from disttensor.simulate.timeline import timelines
 from disttensor.simulate.world import frozen_garbage
 
@@ -40,12 +39,12 @@ def simulate(
     network: Network = Network(),  # noqa: B008  (it is frozen)
     values: Values = 0.0,
 ) -> Report:
-    """Simulates one training step on ``world`` ranks in this process, without memory for the model
+    """Simulates one training step on ``world`` ranks on this machine, without memory for the model
     and without running kernels.
 
-    The program runs as one rank after the other, one rank of each kind: ranks of one stage do the
-    same, unless their pieces differ in size. Tensors hold no data. Afterwards the process is as it
-    was before.
+    The program runs as one rank of each kind, each in a forked process: ranks of one stage do the
+    same, unless their pieces differ in size. Tensors hold no data. The program changes nothing of
+    this process and no files: they are written to a scratch folder.
 
     Args:
         build: ordinary code that makes meshes, model and optimizer. ``build()`` returns ``step``, a
@@ -61,8 +60,8 @@ def simulate(
         A Report, with memory, communication, floating-point operations and time.
 
     Raises:
-        SimulationError: if a shape depends on data, or if ranks of one kind do not do the same. The
-            message names the line.
+        SimulationError: if a shape depends on data, if ranks of one kind do not communicate alike,
+            or if the program reaches the network or another program. The message names the line.
         Exception: any exception of the program.
 
     >>> def build():
@@ -103,27 +102,26 @@ def simulate_program(
 
     with frozen_garbage() as collect_garbage, bar("simulating", unit="ranks") as advance:
 
-        def run(rank: int, few: bool) -> tuple[RankRun, Differences]:
-            collect_garbage()
+        def start(rank: int, few: bool) -> Child[tuple[RankRun, Differences]]:
             advance(note=f"rank {rank} of {world}")
-            return run_rank(
+            return start_rank(
                 program, rank, world, values, network.ranks_per_node, device.backend, few
             )
 
-        runner = _Runner(run)
-        found = representatives(world, wanted, runner)
-        if not runner.verify(*found[0]):  # micro-batches are not equal
-            runner.few = False
-            found = representatives(world, wanted, runner)
-            runner.verify(*found[0])
-    events = [(members, rank, one.events) for members, rank, one in found]
-    rows = timelines(events, world, device, network)
+        runner = Runner(start, collect_garbage)
+        found = runner.kinds(world, wanted, network.ranks_per_node)
+    runs = [one for _, one in found]
+    rows = timelines(
+        [(ranks, one.rank, one.events) for ranks, one in found], world, device, network
+    )
     kinds = [
-        Kind(tuple(members), rank, CommLog(one.comms), one.memory, one.events, row, one.stage)
-        for (members, rank, one), row in zip(found, rows, strict=True)
+        Kind(tuple(ranks), one.rank, CommLog(one.comms), one.memory, one.events, row, one.stage)
+        for (ranks, one), row in zip(found, rows, strict=True)
     ]
-    warnings = dict.fromkeys(w for _, _, one in found for w in one.warnings)
-    return Report(world, kinds, device, network, list(warnings))
+    warnings = dict.fromkeys([*(w for one in runs for w in one.warnings), *runner.unknown])
+    return Report(
+        world, kinds, device, network, list(warnings), runs[0].updates, runner.files
+    )  # fmt: skip
 
 
 def check_setting(who: str, world: Any, device: Any, network: Any, values: Any) -> None:
@@ -133,43 +131,3 @@ def check_setting(who: str, world: Any, device: Any, network: Any, values: Any) 
     check_type(f"{who}: network", network, Network, "a dt.simulate.devices.Network")
     if not callable(values):
         check_number(f"{who}: values", values)
-
-
-class _Runner:
-    """Runs the first rank with all of its micro-batches. If they are equal, the other ranks run
-    ``few`` of theirs, and the rest is derived."""
-
-    def __init__(self, run: Callable[[int, bool], tuple[RankRun, Differences]]) -> None:
-        self.run = run
-        self.few: bool | None = None  # not known yet
-
-    def __call__(self, rank: int) -> tuple[RankRun, Differences]:
-        if self.few:
-            run, found = self.run(rank, True)
-            with suppress(ValueError, LookupError):  # else this stage has to run all of them
-                return fill(run), found
-        run, found = self.run(rank, False)
-        if self.few is None:
-            self.few = can_repeat(run)
-        return run, found
-
-    def verify(self, members: Sequence[int], first: int, run: RankRun) -> bool:
-        """Runs the last of the ``members`` of a kind and compares it with ``first``.
-
-        Returns:
-            False if the two differ because only few micro-batches were run.
-
-        Raises:
-            SimulationError: if they differ for another reason: the program depends on the rank.
-        """
-        others = [r for r in members if r != first]
-        if not others and not self.few:
-            return True
-        other, _ = self(others[-1] if others else first)
-        try:
-            compare(run, other)
-        except SimulationError:
-            if not self.few:
-                raise
-            return False
-        return not self.few or other.has_peak_of(run)

@@ -7,20 +7,30 @@ import io
 import itertools
 import runpy
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
+
+import torch
+import torch.distributed as dist
 
 from disttensor import callbacks, errors
-from disttensor.errors import SimulationError
+from disttensor.errors import SimulationError, user_line
+from disttensor.simulate.child import Child
 from disttensor.simulate.events import Collective, Message, Op
 from disttensor.simulate.kinds import Differences
+from disttensor.simulate.rank_reads import watch_rank_reads
 from disttensor.simulate.rank_run import RankRun, cut_step
 from disttensor.simulate.recorder import StepRecorder, Values
+from disttensor.simulate.scratch_files import ScratchFiles
+from disttensor.simulate.shapes import formulas
+from disttensor.simulate.stand_ins import replace_functions
 from disttensor.simulate.templates import few
-from disttensor.simulate.world import own_modules, simulated_rank
+from disttensor.simulate.world import fake, simulated_rank
+
+_PLACE = 1 << 20  # bytes by which a peak may depend on the place of a rank in a mesh
 
 Program = Callable[[StepRecorder], None]  # starts and stops the recorder
 
@@ -48,8 +58,9 @@ def of_build(build: Callable[[], Callable[[], Any]]) -> Program:
 
 
 def of_script(path: str, arguments: Sequence[str], steps: int = 2) -> Program:
-    """Returns a program that runs ``python path arguments`` and records from the end of optimizer
-    step ``steps - 1`` to the end of optimizer step ``steps``, where the script is stopped."""
+    """Returns a program that runs ``python path arguments`` and records the step that ends with
+    update number ``steps`` of its first optimizer, where the script is stopped. It begins with the
+    update before."""
 
     def program(recorder: StepRecorder) -> None:
         def after_step() -> None:
@@ -60,31 +71,44 @@ def of_script(path: str, arguments: Sequence[str], steps: int = 2) -> Program:
                 raise _StepIsOver
 
         recorder.after_step = after_step
-        folder = str(Path(path).resolve().parent)
+        sys.argv = [path, *arguments]
+        sys.path.insert(0, str(Path(path).resolve().parent))
         if steps == 1:
             recorder.start()
+        ending = "ended"
         try:
-            with (
-                mock.patch.object(sys, "argv", [path, *arguments]),
-                mock.patch.object(sys, "path", [folder, *sys.path]), own_modules(of_script=True),
-            ):  # fmt: skip
-                runpy.run_path(path, run_name="__main__")
+            runpy.run_path(path, run_name="__main__")
         except _StepIsOver:
+            if dist.get_rank() == 0 and not recorder.has_forward():
+                raise SimulationError(
+                    f"the step from update {steps - 1} to update {steps} of the first optimizer of "
+                    f"{path} has no forward. Pass --steps {steps + 1}, or a later one"
+                ) from None
             return
+        except SystemExit as error:
+            ending = _exit_of(error)
         raise SimulationError(
-            f"{path} ended after {recorder.steps} optimizer steps, and the report is of step "
-            f"{steps}: let the script do more steps, or pass --steps {max(1, recorder.steps)}"
+            f"{path} {ending} after {recorder.steps} updates of its first optimizer, and the "
+            f"report is of the step up to update {steps}: let the script do more steps, or pass "
+            f"--steps {max(1, recorder.steps)}"
         )
 
     return program
 
 
-def run_rank(
+def _exit_of(error: SystemExit) -> str:
+    """Returns where and how a program exited."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return f"called sys.exit({error.code!r}) at {user_line(frames[-1])},"
+
+
+def start_rank(
     program: Program, rank: int, world: int, values: Values, ranks_per_node: int, backend: str,
-    is_short: bool = False,
-) -> tuple[RankRun, Differences]:  # fmt: skip
-    """Runs ``program`` as one rank and returns its recorded step, and the differences between ranks
-    that the step shows.
+    is_short: bool = False, result: Callable[[RankRun, Differences], Any] = lambda *both: both,
+) -> Child[Any]:  # fmt: skip
+    """Starts ``program`` as one rank, in a process of its own. The result of the process is that of
+    ``result(run, differences)``, by default the two: the recorded step, and the differences between
+    ranks that the step shows.
 
     Args:
         program: starts and stops the recorder.
@@ -94,44 +118,68 @@ def run_rank(
         ranks_per_node: for LOCAL_RANK and the other variables of torchrun.
         backend: the backend of the fake process group.
         is_short: run only the micro-batches that are needed to derive the others.
-
-    Raises:
-        Exception: any exception of the program.
+        result: is called in the process of the rank.
     """
-    quiet = contextlib.redirect_stdout(io.StringIO()) if rank else contextlib.nullcontext()
-    warned = set(errors.warned)
-    errors.warned.clear()
-    try:
-        with (
-            simulated_rank(rank, world, ranks_per_node, backend),
-            warnings.catch_warnings(record=True) as caught,
-            quiet,
-        ):
+
+    def run(files: ScratchFiles) -> Any:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             # the engine compares addresses, and reads nothing there
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-            recorder = StepRecorder(values)
-            short = contextlib.nullcontext() if not is_short else callbacks.set_during(
-                callbacks.choose_actions, lambda row: few(row, recorder.recording)
-            )  # fmt: skip
-            with recorder.running(), own_modules(), short:
-                program(recorder)
-            held, changes = recorder.memory_of_step()
-            events, runs = recorder.events, recorder.actions.runs
-            found = recorder.comms.differences(events, runs)
-            parts = list(cut_step(runs, recorder.last, events, changes, recorder.comms.records))
-    finally:
-        errors.warned.clear()
-        errors.warned.update(warned)
+            with simulated_rank(rank, world, ranks_per_node, backend):
+                replace_functions(files, rank, world)
+                recorder = StepRecorder(values)
+                return result(*_record(program, rank, files, recorder, is_short, caught))
+
+    fake()  # tables and imports that take a second are made here, and not in each child
+    errors.name_of(torch.add)
+    formulas()
+    return Child(run, f"rank {rank}")
+
+
+def _record(
+    program: Program, rank: int, files: ScratchFiles, recorder: StepRecorder, is_short: bool,
+    caught: Sequence[warnings.WarningMessage],
+) -> tuple[RankRun, Differences]:  # fmt: skip
+    errors.warned.clear()
+    quiet = contextlib.redirect_stdout(io.StringIO()) if rank else contextlib.nullcontext()
+    short = contextlib.nullcontext() if not is_short else callbacks.set_during(
+        callbacks.choose_actions, lambda row: few(row, recorder.recording)
+    )  # fmt: skip
+    reads = watch_rank_reads()
+    with recorder.running(), short, quiet:
+        try:
+            program(recorder)
+        except SystemExit as error:
+            raise SimulationError(f"the program {_exit_of(error)} before the step ended") from None
+    held, changes = recorder.memory_of_step()
+    events, runs, log = recorder.events, recorder.actions.runs, recorder.comms
+    found = log.differences(events, runs)
+    parts = list(cut_step(runs, recorder.last, events, changes, log.records))
     texts = list(dict.fromkeys(f"{w.category.__name__}: {w.message}" for w in caught))
-    return RankRun(rank, held, parts, runs, texts, recorder.layers.of_meshes()), found
+    return RankRun(
+        rank, held, parts, runs, texts, recorder.layers.of_meshes(), files.written(),
+        dict(recorder.updates), log.exchanged, list(reads),
+    ), found  # fmt: skip
 
 
-def compare(one: RankRun, other: RankRun) -> None:
-    """Raises SimulationError if two ranks of a kind differ in operators with FLOPs or in
-    communication: their program depends on the rank, or their causal attention on the place of its
-    rows. (Other operators may depend on the place in a mesh.)"""
-    for a, b in itertools.zip_longest(_texts(one), _texts(other), fillvalue="nothing more"):
+def compare(one: RankRun, other: RankRun, own_work: bool = False) -> bool:
+    """Returns True if two ranks of a kind have the same operators with FLOPs and the same
+    communication. (Other operators may depend on the place in a mesh.)
+
+    Args:
+        own_work: the program reads its rank: FLOPs may differ. Returns False if they do, or if the
+            peaks of memory differ.
+
+    Raises:
+        SimulationError: if the two differ otherwise: their program depends on the rank, or their
+            causal attention on the place of its rows.
+    """
+    texts = [[*_texts(run)] for run in (one, other)]
+    if own_work:
+        same = texts[0] == texts[1] and other.has_peak_of(one, _PLACE)
+        texts = [[(op, text) for op, text in both if not op] for both in texts]
+    for (_, a), (_, b) in itertools.zip_longest(*texts, fillvalue=(False, "nothing more")):
         if a != b:
             raise SimulationError(
                 f"ranks {one.rank} and {other.rank} have pieces of the same sizes in all meshes, "
@@ -139,16 +187,22 @@ def compare(one: RankRun, other: RankRun) -> None:
                 "program may read RANK to print and to write files; its computation and "
                 "communication have to follow from meshes. Causal attention whose rows are split "
                 "does more on later ranks, which is not simulated: give it rows that are "
-                "dt.attention.Balanced, or a number of heads that the mesh axis divides"
+                "dt.attention.Balanced, or a number of heads that the mesh axis divides. Ranks "
+                "that exchange sizes get their own ones: give shape= to from_local"
             )
+    return same if own_work else True
 
 
-def _texts(run: RankRun) -> Iterator[str]:
-    """Yields the events that are equal on all ranks of a kind, as text."""
+def _texts(run: RankRun) -> Iterator[tuple[bool, str]]:
+    """Yields the events that are equal on all ranks of a kind, as text, each with whether it is an
+    operator."""
     for e in run.events:
         if isinstance(e, Op) and e.flops:
-            yield f"{e.name} of {e.flops:,} FLOP ({e.where})"
+            yield True, f"{e.name} of {e.flops:,} FLOP ({e.where})"
         elif isinstance(e, Collective):
-            yield f"{e.kind} of {e.nbytes:,} bytes over {e.axis} ({e.where})"
+            yield False, f"{e.kind} of {e.nbytes:,} bytes over {e.axis} ({e.where})"
         elif isinstance(e, Message):
-            yield f"a message {'to' if e.sends else 'from'} a rank, {e.nbytes:,} bytes ({e.where})"
+            way = "to" if e.sends else "from"
+            yield False, f"a message {way} a rank, {e.nbytes:,} bytes ({e.where})"
+    for text in run.exchanged:
+        yield False, f"an exchange of {text}"

@@ -96,7 +96,8 @@ def cost(func: Any, args: Any, kwargs: Any, out: Any) -> Cost:
     count = flop_formula(func)
     flops = int(count(*args, **kwargs, out_val=out)) if count is not None else 0
     views = func.is_view or not outs
-    dtype = next((t.dtype for t in (*outs, *ins) if t.is_floating_point()), torch.int64)
+    numbers = (t.dtype for t in (*outs, *ins) if t.is_floating_point() or t.is_complex())
+    dtype = next(numbers, torch.int64)
     nothing = views or func._overloadpacket in _EMPTY
     nbytes = 0 if nothing else sum(map(_touched, ins)) + sum(map(_touched, outs))
     return Cost(flops, nbytes, dtype, views, _causal(func, args, kwargs) if flops else ())

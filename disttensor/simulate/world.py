@@ -6,14 +6,9 @@ from __future__ import annotations
 import gc
 import os
 import random as python_random
-import site
-import sys
-import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -30,13 +25,9 @@ from disttensor.torch_private import FakeTensorMode, hide_process_groups, start_
 from ops.registry import RULES
 from reshard.registry import moves
 
-_ROOT = Path(__file__).resolve().parents[2]
-_OURS = tuple(str(_ROOT / name) for name in ("disttensor", "ops", "reshard"))
-_PACKAGES = {"site-packages", "dist-packages"}
-
 
 @cache
-def _fake() -> Any:
+def fake() -> Any:
     """Returns the one FakeTensorMode of this process: the engine keeps a few tensors for as long as
     it runs. The mode is made at the first use, because torch imports its compiler for it."""
     return FakeTensorMode(allow_non_fake_inputs=True)
@@ -102,7 +93,7 @@ def simulated_rank(
             compare_collectives.enabled = False  # there are no other ranks to compare with
             start_fake_world(rank, size)
             current_runtime().stands_for = backend
-            with nullcontext() if data else _fake():
+            with nullcontext() if data else fake():
                 yield
     finally:
         compare_collectives.enabled = debugging
@@ -135,62 +126,3 @@ def frozen_garbage() -> Iterator[Callable[[], None]]:
             gc.unfreeze()
         if collects:
             gc.enable()
-
-
-# Modules ------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def own_modules(of_script: bool = False) -> Iterator[None]:
-    """Removes the program's modules that are imported inside, so that each rank imports its own, as
-    processes do: a module may keep facts of its rank, as ``RANK`` or a mesh. Installed packages and
-    C extensions are imported once for all ranks: importing takes long, and some refuse a second
-    import. ``of_script``: modules that were imported before are imported again inside."""
-    before = dict(sys.modules)
-    if of_script:
-        for name in _of_program(before):
-            del sys.modules[name]
-    try:
-        yield
-    finally:
-        for name in _of_program(sys.modules):
-            module, (parent, _, child) = sys.modules[name], name.rpartition(".")
-            if module is before.get(name):
-                continue
-            del sys.modules[name]
-            if before.get(parent) is not None and vars(before[parent]).get(child) is module:
-                delattr(before[parent], child)  # else "from parent import child" finds it there
-        sys.modules.update(before)
-
-
-def _of_program(modules: dict[str, ModuleType]) -> list[str]:
-    """Returns the names of Python modules that are neither installed nor ours."""
-    return [name for name, module in modules.items()
-            if name != "__main__" and any(map(_is_program, _places(module)))]  # fmt: skip
-
-
-def _places(module: ModuleType) -> list[str]:
-    """Returns the file of a module, or the folders of a package without a file."""
-    file = getattr(module, "__file__", None)
-    if file is not None:
-        return [file]
-    return [place for place in getattr(module, "__path__", ()) if isinstance(place, str)]
-
-
-@cache
-def _is_program(place: str) -> bool:
-    path = Path(place)
-    if path.suffix not in ("", ".py") or _PACKAGES & {*path.parts}:
-        return False
-    return not any(path.is_relative_to(folder) or path.resolve().is_relative_to(folder)
-                   for folder in (*_OURS, *_installed()))  # fmt: skip
-
-
-@cache
-def _installed() -> tuple[str, ...]:
-    """Returns the folders of Python's own library and of packages: pip writes a .dist-info next to
-    each package."""
-    paths = sysconfig.get_paths()
-    known = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    with_packages = [p for p in sys.path if p and any(Path(p).glob("*.dist-info"))]
-    return (*known, site.getusersitepackages(), *with_packages)

@@ -18,19 +18,20 @@ from tests.simulate.gpt_training import build as build_gpt
 from tests.support.part import part
 
 run = importlib.import_module("disttensor.simulate.run")
+runner = importlib.import_module("disttensor.simulate.runner")
 
 
 @pytest.fixture
 def ran(monkeypatch):
     """(rank, with few micro-batches) of what was run."""
-    of, usual = [], run.run_rank
-    monkeypatch.setattr(run, "run_rank", lambda *a: (of.append((a[1], a[-1])), usual(*a))[1])
+    of, usual = [], run.start_rank
+    monkeypatch.setattr(run, "start_rank", lambda *a: (of.append((a[1], a[-1])), usual(*a))[1])
     return of
 
 
 def every_micro_batch(monkeypatch, build, world):
     with monkeypatch.context() as patch:
-        patch.setattr(run, "can_repeat", lambda _: False)
+        patch.setattr(runner, "can_repeat", lambda _: False)
         return simulate(build, world=world)
 
 

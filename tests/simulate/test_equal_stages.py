@@ -20,8 +20,8 @@ run = importlib.import_module("disttensor.simulate.run")
 @pytest.fixture
 def ran(monkeypatch):
     """The ranks whose program was run."""
-    of, usual = [], run.run_rank
-    monkeypatch.setattr(run, "run_rank", lambda *a: (of.append(a[1]), usual(*a))[1])
+    of, usual = [], run.start_rank
+    monkeypatch.setattr(run, "start_rank", lambda *a: (of.append(a[1]), usual(*a))[1])
     return of
 
 
