@@ -48,6 +48,7 @@ with _versions.importing():
     from disttensor.hangs.watcher import watch
     from disttensor.launching.launch import launch
     from disttensor.launching.local_ranks import local_ranks
+    from disttensor.verification.runs import verify
     from disttensor import (  # noqa: F401
         attention, debugging, experts, fsdp, integrations, optim, patches, pipeline, pretrained,
         random, simulate,
@@ -66,5 +67,5 @@ __all__ = [
     "fully_shard", "init_mesh", "launch", "local_map", "local_ranks", "manual_seed", "ones", "rand",
     "randint", "randn", "randperm", "replay", "replicate", "reshard", "shard_data_parallel",
     "shard_loader", "shard_module", "shard_tensor", "sync_gradients", "to_dtensor",
-    "values_everywhere", "visualize", "watch", "zeros",
+    "values_everywhere", "verify", "visualize", "watch", "zeros",
 ]  # fmt: skip

@@ -15,7 +15,7 @@ from torch.overrides import resolve_name
 
 __all__ = [
     "CaptureError", "CommError", "CustomFunctionError", "DistTensorError", "FallbackWarning",
-    "MismatchError", "PieceWarning", "RankError", "SimulationError", "StrictError",
+    "MismatchError", "PieceWarning", "RankError", "SimulationError", "StrictError", "VerifyError",
 ]  # fmt: skip
 
 _ROOT = Path(__file__).parents[1]
@@ -200,6 +200,15 @@ class RankError(DistTensorError):
     def __init__(self, text: str, rank: int = -1) -> None:
         super().__init__(text)
         self.rank = rank
+
+
+class VerifyError(DistTensorError):
+    """Raised by ``dt.verify`` for a program that computes something else on several ranks than in
+    one process. The message names the first tensor that differs.
+
+    >>> issubclass(dt.errors.VerifyError, dt.errors.DistTensorError)
+    True
+    """
 
 
 class CustomFunctionError(DistTensorError):

@@ -38,6 +38,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as nn_module
+from torch.nn.utils import clip_grad
 from torch.optim import optimizer
 from torch.utils import _foreach_utils, _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -264,6 +265,19 @@ keep_versions: Callable[[tuple[Any, ...]], Any] = need(
 _flash = "_scaled_dot_product_flash_attention_for_cpu"
 flash_on_cpu: Any = getattr(torch.ops.aten, _flash, None)
 flash_on_cpu_backward: Any = getattr(torch.ops.aten, f"{_flash}_backward", None)
+
+
+def index_of_dtensor(x: Any) -> list[list[int]]:
+    """Returns the numbers of the elements along each dim of a DTensor that this rank holds."""
+    index = [torch.arange(n) for n in x.shape]
+    for axis, placement in enumerate(x.placements):
+        dim = getattr(placement, "dim", None)
+        if dim is not None:  # Shard, or _StridedShard of FSDP on a tensor that is split already
+            row, size = index[dim].view([1] * dim + [-1]), x.device_mesh.size(axis)
+            parts, _ = placement._split_tensor(row, size, with_padding=False, contiguous=False)
+            index[dim] = parts[x.device_mesh.get_coordinate()[axis]].reshape(-1)
+    return [numbers.tolist() for numbers in index]
+
 
 # Random numbers -----------------------------------------------------------------------------------
 
@@ -666,3 +680,16 @@ def has_data(x: torch.Tensor) -> bool:
     """Returns False for a tensor that a tracer or a transform of torch.func has wrapped."""
     plain = type(x) in (torch.Tensor, torch.nn.Parameter)
     return plain and not (is_functorch_wrapped_tensor(x) or torch._is_functional_tensor(x))
+
+
+def see_clipping(see: Callable[[Any, Any], None]) -> None:
+    """Calls ``see(parameters, norm)`` before torch scales gradients by their norm."""
+    original = need("to see norms", clip_grad, "_clip_grads_with_norm_", "clip_grads_with_norm_")
+
+    def clip(parameters: Any, max_norm: float, total_norm: Any, foreach: Any = None) -> None:
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        see(parameters, total_norm)
+        original(parameters, max_norm, total_norm, foreach)
+
+    setattr(clip_grad, original.__name__, clip)
+    torch.nn.utils.clip_grads_with_norm_ = clip

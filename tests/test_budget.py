@@ -34,6 +34,7 @@ from tests.test_imports import FILES
 #                nothing; ranks that read their rank are compared
 #   tensor       hooks of leaves run once, at the end of a backward; derivations are data; edges of
 #                the graph stand for DistTensors
+#   verification the first tensor that differs from one process is named, for any program
 #   trace        guards of all that the code that ran can read; the audit of recorded programs
 LINES = {
     "api": 1_067,
@@ -50,7 +51,7 @@ LINES = {
     "graphs": 1_481,
     "hangs": 562,
     "integrations": 1_115,
-    "launching": 809,
+    "launching": 814,
     "meta": 148,
     "nn": 926,
     "ops": 9_076,
@@ -61,10 +62,11 @@ LINES = {
     "pipeline": 3_218,
     "random": 975,
     "reshard": 1_557,
-    "root": 2_480,
+    "root": 2_570,
     "simulate": 6_133,
     "tensor": 3_538,
     "trace": 3_025,
+    "verification": 980,
 }  # fmt: skip
 MUTABLE = 110  # objects of modules that change: dicts, lists, sets, caches, context variables
 CALLBACKS = 10  # in disttensor/callbacks.py

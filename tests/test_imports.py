@@ -60,8 +60,10 @@ LAYERS = (
     "integrations",
     "launching",
     "hangs",
+    "verification",
     "run",
     "watch",
+    "verify",
     "doctor",
 )
 

@@ -31,7 +31,7 @@ NAMES = [
     "fully_shard", "init_mesh", "launch", "local_map", "local_ranks", "manual_seed", "ones", "rand",
     "randint", "randn", "randperm", "replay", "replicate", "reshard", "shard_data_parallel",
     "shard_loader", "shard_module", "shard_tensor", "sync_gradients", "to_dtensor",
-    "values_everywhere", "visualize", "watch", "zeros",
+    "values_everywhere", "verify", "visualize", "watch", "zeros",
 ]  # fmt: skip
 MODULES = {
     "disttensor.attention": ["Balanced", "policy"],
@@ -42,6 +42,7 @@ MODULES = {
     "disttensor.errors": [
         "CaptureError", "CommError", "CustomFunctionError", "DistTensorError", "FallbackWarning",
         "MismatchError", "PieceWarning", "RankError", "SimulationError", "StrictError",
+        "VerifyError",
     ],
     "disttensor.experts": ["combine_tokens", "dispatch_tokens", "expert_load"],
     "disttensor.fsdp": ["FSDPModule", "SegmentByAnchors", "SegmentBySize", "unshard"],
@@ -95,14 +96,15 @@ def test_a_public_module_is_what_it_says(module):
 
 
 def test_no_name_of_the_door_is_a_module_of_the_package():
-    """The import of a module would replace the object that has its name. ``disttensor.watch`` is a
-    command, which cannot be imported."""
+    """The import of a module would replace the object that has its name. ``disttensor.verify`` and
+    ``disttensor.watch`` are commands, which cannot be imported."""
     folder = Path(dt.__file__).parent
     taken = [n for n in NAMES if (folder / n).exists() or (folder / f"{n}.py").exists()]
-    assert taken == ["watch"]
-    with pytest.raises(ImportError, match=r"python -m disttensor\.watch"):
-        importlib.import_module("disttensor.watch")
-    assert callable(dt.watch)
+    assert taken == ["verify", "watch"]
+    for name in taken:
+        with pytest.raises(ImportError, match=rf"python -m disttensor\.{name}"):
+            importlib.import_module(f"disttensor.{name}")
+        assert callable(getattr(dt, name))
 
 
 def test_names_of_0_1_are_gone():

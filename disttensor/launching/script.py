@@ -106,18 +106,23 @@ def _hook(kind: Any, error: BaseException, trace: TracebackType | None) -> None:
     leave(1)
 
 
+def run_command(command: list[str]) -> None:
+    """Runs a script, as ``python FILE ARGUMENTS`` or ``python -m MODULE ARGUMENTS``."""
+    is_module = command[0] == "-m"
+    sys.argv = command[is_module:]
+    if is_module:
+        sys.path[0] = os.getcwd()
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+
 def main(command: list[str]) -> None:
     end_with_parent(os.getppid())
     sys.excepthook = _hook
-    is_module = command[0] == "-m"
-    sys.argv = command[is_module:]
     try:
-        if is_module:
-            sys.path[0] = os.getcwd()
-            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-        else:
-            sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
-            runpy.run_path(sys.argv[0], run_name="__main__")
+        run_command(command)
     except SystemExit as end:
         if isinstance(end.code, str) and "TORCHELASTIC_ERROR_FILE" in os.environ:
             _record(end, f"error: {end.code}")
