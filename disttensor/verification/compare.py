@@ -32,17 +32,18 @@ _SHARED = "each rank has a part of the sum, which nothing has added up"
 
 
 class Difference(NamedTuple):
-    """A tensor that differs. error, rounding: relative to its largest element."""
+    """A tensor that differs. error, rounding: relative to its largest element, if known."""
 
     key: Key
-    error: float
-    rounding: float
     words: str
+    error: float = 0.0
+    rounding: float = 0.0
 
     def __str__(self) -> str:
         step, phase, name, call = self.key
         number = f", call {call + 1}" if call else ""
-        return f"step {step + 1}, {phase}{number}: {_PHASES[phase].format(name)}"
+        size = f" (by {self.error:.2g} of its largest element)" if self.error else ""
+        return f"step {step + 1}, {phase}{number}: {_PHASES[phase].format(name)}{size}"
 
 
 class Comparison:
@@ -83,12 +84,14 @@ class Comparison:
         last, *others = [
             max((k[0] for k in r.entries if k[1] == "gradient"), default=-1) for r in every
         ]
+        if last < 0:
+            self._add((0, "update", "the program", 0), "no optimizer makes a step")
         parted = [r for r, n in enumerate(others) if n != last]
         if parted and not self.differences:
             words = (
                 f"{show_ranks(parted)} makes {others[parted[0]] + 1} steps, one process {last + 1}"
             )
-            self._add((last, "update", "the program", 0), 1.0, 0.0, words)
+            self._add((last, "update", "the program", 0), words)
 
     def _compare(self, entry: Entry) -> None:
         key, one = entry.key, self.one.read(entry.key)
@@ -102,9 +105,9 @@ class Comparison:
         if not have:
             self._skip(key, "no rank has it")
         elif one is None and any(x.any() for x in held.values()):
-            self._add(key, 1.0, 0.0, "one process has none")
+            self._add(key, "one process has none")
         elif one is not None and missing and one.any():
-            self._add(key, 1.0, 0.0, f"{show_ranks(missing)} has none")
+            self._add(key, f"{show_ranks(missing)} has none")
         elif one is not None and held:
             self._fit(entry, one, held, have)
 
@@ -130,11 +133,11 @@ class Comparison:
             before = self._before(key, ranks, held, have)
             words = describe(best, ranks, bound, before, self.batch, phase in _OF_MODEL)
             words = f"the batches differ: {words}" if phase == "input" else words
-            self._add(key, least / size, rounding / size, words)
+            self._add(key, words, least / size, rounding / size)
         elif phase == "input":
             shapes = ", ".join(str(list(x.shape)) for x in held.values())
             words = f"the batches differ: {list(one.shape)} in one process, {shapes} on the ranks"
-            self._add(key, 1.0, 0.0, words)
+            self._add(key, words)
         else:
             self._skip(key, "its pieces do not add up by their sizes")
 
@@ -195,13 +198,13 @@ class Comparison:
                 k for k in self.unreduced if not k[2].startswith(inner) or k[1] != phase
             ]
         elif phase in _OF_MODEL and not self.drift and (apart := replicas_apart(fit)):
-            self.drift = f"replicas differ by roundings: {Difference(key, 0.0, 0.0, '')}: {apart}"
+            self.drift = f"replicas differ by roundings: {Difference(key, '')}: {apart}"
 
-    def _add(self, key: Key, error: float, rounding: float, words: str) -> None:
+    def _add(self, key: Key, words: str, error: float = 0.0, rounding: float = 0.0) -> None:
         if self.unreduced and not self.differences:
-            self.differences.append(Difference(self.unreduced[0], 1.0, 0.0, _SHARED))
-        self.differences.append(Difference(key, error, rounding, words))
+            self.differences.append(Difference(self.unreduced[0], _SHARED))
+        self.differences.append(Difference(key, words, error, rounding))
 
     def _skip(self, key: Key, reason: str) -> None:
-        title = str(Difference(key, 0.0, 0.0, "")).partition(": ")[2]
+        title = str(Difference(key, "")).partition(": ")[2]
         self.uncompared.setdefault(f"{key[1]}: {title}", reason)

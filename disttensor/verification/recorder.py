@@ -28,7 +28,7 @@ class StepsEnded(BaseException):
     """Ends a program after the steps that are compared."""
 
 
-class Recorder:
+class TensorRecorder:
     """Records the program of this process from now on, in the file ``path``.
 
     ``steps``: of an optimizer; after them the program ends at its next forward or backward.
@@ -110,7 +110,8 @@ class Recorder:
             for root, prefix in self.roots.items():
                 for name, m in root.named_modules():
                     title = (prefix + _clean(name, root)).rstrip(".")
-                    self.names[m] = f"{title} ({type(m).__name__})".lstrip()
+                    kind = type(m).__name__
+                    self.names[m] = kind if title == kind else f"{title} ({kind})".lstrip()
         return self.names.setdefault(module, f"({type(module).__name__})")
 
     # Optimizers, losses and norms -----------------------------------------------------------------

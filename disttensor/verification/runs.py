@@ -17,7 +17,7 @@ from disttensor.errors import RankError, VerifyError
 from disttensor.launching.launch import launch
 from disttensor.verification.compare import Comparison
 from disttensor.verification.fit import Pieces
-from disttensor.verification.recorder import Recorder, StepsEnded
+from disttensor.verification.recorder import StepsEnded, TensorRecorder
 from disttensor.verification.records import Records
 
 _SHOWN = 8  # differences, and tensors that were not compared
@@ -102,7 +102,7 @@ def _run(
     """Runs the program as a rank, and records it."""
     if dtype is not None:
         torch.set_default_dtype(dtype)
-    recorder = Recorder(folder / f"{label}{os.environ['RANK']}", steps, nudge)
+    recorder = TensorRecorder(folder / f"{label}{os.environ['RANK']}", steps, nudge)
     try:
         with contextlib.suppress(StepsEnded):
             fn(*args)
@@ -119,9 +119,8 @@ def _report(c: Comparison, size: int) -> str:
             f"{size} ranks do not compute what one process computes",
             f"first difference: {first}",
             f"  {first.words}",
-            f"  relative to its largest element: {first.error:.2g}, of which roundings explain "
-            f"{first.rounding:.1g}",
-            *(f"then {other}: {other.error:.2g}" for other in more[:_SHOWN]),
+            f"  roundings explain {first.rounding:.1g}",
+            *(f"then {other}" for other in more[:_SHOWN]),
             f"{len(more)} later tensors differ, and {total} are equal ({counts})",
         ]
     else:

@@ -497,7 +497,7 @@ def dt_partial():
 
 
 @program(
-    to_local=("step 1, backward: the gradient of the output of router (Linear)", "rank 0 has"),
+    to_local=("step 1, backward: the gradient of the output of router (Linear)", "a part of"),
     from_local=("step 1, forward: the output of (Scores)", "a part of the sum"),
 )
 def dtensor(bug):
