@@ -129,7 +129,7 @@ def test_a_fused_projection_is_split_in_each_of_its_parts():
 
 def test_parts_of_a_sum_are_told_from_pieces():
     assert ways(ONE, {0: ONE / 4, 1: ONE * 3 / 4}, Batch([[0, 1]])) == ["sum"]
-    assert ways(ONE[0, :1], {0: ONE[0, :1] - 1, 1: ONE[0, :1] + 1}, Batch([[0], [1]])) == ["mean"]
+    assert ways(ONE[1, :1], {0: ONE[1, :1] - 1, 1: ONE[1, :1] + 1}, Batch([[0], [1]])) == ["mean"]
 
 
 def test_a_function_puts_pieces_together(tmp_path):
