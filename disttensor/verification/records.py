@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
@@ -77,10 +76,10 @@ def _op(placement: Any) -> str:
 
 
 class Records:
-    """The entries of a process, by key."""
+    """The entries of a process, by key, in an open file."""
 
-    def __init__(self, path: Path) -> None:
-        self.file = path.open("rb")
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
         self.entries: dict[Key, Entry] = {}
         self.starts: dict[Key, int] = {}
         with suppress(EOFError):

@@ -86,9 +86,11 @@ def verify(
         with contextlib.suppress(RankError):  # roundings are then taken from the dtype
             launch(run, 1, ("nudged", True, dtype))
         launch(run, size, ("rank", False, dtype))
-        one, nudged = Records(folder / "one0"), Records(folder / "nudged0")
-        ranks = [Records(folder / f"rank{r}") for r in range(size)]
-        comparison = Comparison(one, nudged, ranks, whole)
+        names = ["one0", "nudged0", *(f"rank{r}" for r in range(size))]
+        with contextlib.ExitStack() as files:
+            opened = [files.enter_context((folder / name).open("rb")) for name in names]
+            one, nudged, *ranks = map(Records, opened)
+            comparison = Comparison(one, nudged, ranks, whole)
     text = _report(comparison, size) + note
     if comparison.differences:
         raise VerifyError(text)
