@@ -40,14 +40,17 @@ class _ChildTraceback(Exception):
 
 
 class Child(Generic[T]):
-    """A forked process that runs ``function(files)``. ``name``: of it in errors.
+    """A forked process that runs ``function(files)``. ``name``: of it in errors. ``take``: makes
+    the result of what the process sends.
 
     The result has to be picklable. ``modules`` that are imported in the child are not imported
     here, so an error of a class that only the child knows is a SimulationError.
     """
 
-    def __init__(self, function: Callable[[ScratchFiles], T], name: str) -> None:
-        self.name = name
+    def __init__(
+        self, function: Callable[[ScratchFiles], Any], name: str, take: Callable[[Any], T]
+    ) -> None:
+        self.name, self.take = name, take
         self._folder = tempfile.TemporaryDirectory(prefix="disttensor-simulate-")
         places_of_calls(len(sys.modules))
         reader, writer = os.pipe()
@@ -74,7 +77,7 @@ class Child(Generic[T]):
                 if kind == "text":
                     sys.stdout.write(value)
                 elif kind == "result":
-                    return value
+                    return self.take(value)
                 else:
                     raise value from _ChildTraceback(text)
         except EOFError:

@@ -10,6 +10,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from disttensor.simulate.rank_reads import watch_rank_reads
 from disttensor.simulate.rank_run import RankRun, cut_step
 from disttensor.simulate.recorder import StepRecorder, Values
 from disttensor.simulate.scratch_files import ScratchFiles
-from disttensor.simulate.shapes import formulas
+from disttensor.simulate.shapes import add_known, count_known, formulas, known_since
 from disttensor.simulate.stand_ins import replace_functions
 from disttensor.simulate.templates import few
 from disttensor.simulate.world import fake, simulated_rank
@@ -129,12 +130,21 @@ def start_rank(
             with simulated_rank(rank, world, ranks_per_node, backend):
                 replace_functions(files, rank, world)
                 recorder = StepRecorder(values)
-                return result(*_record(program, rank, files, recorder, is_short, caught))
+                found = result(*_record(program, rank, files, recorder, is_short, caught))
+        return found, known_since(count)
 
-    fake()  # tables and imports that take a second are made here, and not in each child
+    mode = fake()  # tables and imports that take a second are made here, and not in each child
     errors.name_of(torch.add)
     formulas()
-    return Child(run, f"rank {rank}")
+    count = count_known()
+    return Child(run, f"rank {rank}", partial(_take, mode))
+
+
+def _take(mode: Any, sent: tuple[Any, bytes]) -> Any:
+    """Returns the result of a process, and keeps the results of its operators for the next ones."""
+    found, known = sent
+    add_known(known, mode)
+    return found
 
 
 def _record(

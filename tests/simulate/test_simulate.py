@@ -14,7 +14,7 @@ from torch import nn
 import disttensor as dt
 from disttensor import runtime
 from disttensor.errors import SimulationError
-from disttensor.simulate import simulate
+from disttensor.simulate import shapes, simulate
 from disttensor.simulate.kinds import Differences
 from disttensor.simulate.rank_run import Grid
 from tests.simulate.gpt_training import build as build_gpt
@@ -249,3 +249,22 @@ def test_pythons_collector_is_off_meanwhile_and_then_as_it_was(was_on: bool) -> 
     finally:
         gc.enable()
     assert gc.get_freeze_count() == 0
+
+
+def test_the_next_process_knows_the_results_of_operators() -> None:
+    def program():
+        mesh = dt.init_mesh((2,), ("dp",))
+        net = dt.shard_data_parallel(nn.Linear(37, 41), mesh, "dp")
+
+        def step() -> None:
+            net(dt.ones(8, 37, mesh=mesh, placements=[dt.Shard(0)])).sum().backward()
+
+        return step
+
+    before = shapes.count_known()
+    first = simulate(program, world=2)
+    known = shapes.count_known()
+    second = simulate(program, world=2)
+    assert before < known == shapes.count_known()
+    assert [k.flops for k in first.kinds] == [k.flops for k in second.kinds]
+    assert [k.memory.peak for k in first.kinds] == [k.memory.peak for k in second.kinds]
