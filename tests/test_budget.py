@@ -63,7 +63,7 @@ LINES = {
     "random": 975,
     "reshard": 1_557,
     "root": 2_562,
-    "simulate": 6_191,
+    "simulate": 6_192,
     "tensor": 3_538,
     "trace": 3_025,
     "verification": 964,

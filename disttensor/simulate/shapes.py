@@ -22,6 +22,7 @@ Tensor = torch.Tensor
 _MOST = 1 << 17  # calls that are remembered
 _META = torch.device("meta")
 _aten = torch.ops.aten
+_Operator: Any = type(_aten.add.Tensor)
 _EMPTY = {
     _aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided,
 }  # fmt: skip
@@ -89,7 +90,7 @@ def run(func: Any, args: Any, kwargs: Any, mode: Any) -> tuple[Any, Cost]:
 
 class _Pickler(pickle.Pickler):
     def persistent_id(self, x: Any) -> Any:
-        if isinstance(x, torch._ops.OpOverload):
+        if isinstance(x, _Operator):
             return x._overloadpacket.__name__, x._overloadname
         return (x.fake_device,) if type(x) is FakeTensor else None
 
