@@ -44,7 +44,9 @@ def plan_call(plan: RulePlan) -> CallPlan:
     tensors = collect((args, kwargs), [])
     reads = reads_of(plan, args, kwargs)
     is_flat = all(r.kind <= ReadKind.TENSOR for r in reads)
-    written = [tensors[i] for i in plan.factors.targets] if inplace else []
+    is_part = mesh.root.size < world()[1]
+    # a write to a regular tensor, which ranks off the mesh may be sent (``values_everywhere``)
+    written = [tensors[i] for i in plan.factors.targets] if inplace and is_part else []
     has_regular = any(r.regular for r in reads) or any(type(x) is not DistTensor for x in written)
     moved = [
         w is not None and not is_local_relabel(s, w)
@@ -64,7 +66,7 @@ def plan_call(plan: RulePlan) -> CallPlan:
         derives = 0
     elif may_vary and stays:
         derives = plan.factors.rematerialize
-    sends_shape = is_dynamic(func, args, kwargs) and mesh.root.size < world()[1]
+    sends_shape = is_part and is_dynamic(func, args, kwargs)
     return CallPlan(
         func, mesh, plan.local_fn(), tuple(plan.specs), reads, tuple(kwargs),
         () if inplace else tuple(plan.output_specs),
