@@ -75,7 +75,8 @@ class Results:
         name = tape.new_variable()
         kind, meta = tape.constant(DistTensor), tape.constant(x.spec.meta_tensor)
         tape.add_line(make, name, tape.apply(make_subclass, kind, meta))  # as ``wrap``
-        tape.add_line(make, (Attribute(name, "local"), Attribute(name, "spec")), (local, spec))
+        tape.add_line(make, Attribute(name, "local"), local)
+        tape.add_line(make, Attribute(name, "spec"), spec)
         uses = x._uses
         if collector_of(x) is not None or (uses is not None and uses.older):
             raise Untraceable("a result has hooks")
