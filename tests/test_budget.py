@@ -43,7 +43,7 @@ LINES = {
     "comm": 3_769,
     "core": 1_252,
     "data": 761,
-    "dispatch": 2_600,
+    "dispatch": 2_602,
     "drawing": 209,
     "experts": 657,
     "fsdp": 3_234,

@@ -46,7 +46,7 @@ def plan_call(plan: RulePlan) -> CallPlan:
     is_flat = all(r.kind <= ReadKind.TENSOR for r in reads)
     is_part = mesh.root.size < world()[1]
     # a write to a regular tensor, which ranks off the mesh may be sent (``values_everywhere``)
-    written = [tensors[i] for i in plan.factors.targets] if inplace and is_part else []
+    written = collect(args[:1] if args else tensors[:1], []) if inplace and is_part else []
     has_regular = any(r.regular for r in reads) or any(type(x) is not DistTensor for x in written)
     moved = [
         w is not None and not is_local_relabel(s, w)

@@ -14,6 +14,7 @@ import torch
 
 from disttensor import observe
 from disttensor.comm import objects
+from disttensor.comm.process_group import world
 from disttensor.dispatch import reduction_cache, strict
 from disttensor.dispatch.call_plan import Answer, CallPlan, Planned, Read, ReadKind
 from disttensor.dispatch.outputs import wrap_outputs
@@ -198,10 +199,11 @@ def _write(plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         count(*[locals_[i] for i in plan.writes or ()])
     for x in targets:
         mark_written(x, not plan.untracked_writes)
-    if len(targets) < len(plan.writes or ()) and values_everywhere.current():
-        for i in plan.writes or ():
-            if type(tensors[i]) is not DistTensor:
-                off_mesh.broadcast_written(tensors[i], plan.mesh, True)
+    if values_everywhere.current() and plan.mesh.root.size < world()[1]:
+        # the first argument, as ``update_written`` receives it: not the steps of an optimizer
+        for t in collect(args[:1] if args else tensors[:1], []):
+            if type(t) is not DistTensor:
+                off_mesh.broadcast_written(t, plan.mesh, True)
     return None if out is None else args[0] if args else targets[0]
 
 
