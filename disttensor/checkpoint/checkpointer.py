@@ -192,9 +192,7 @@ class Checkpointer:
 
     def _wait(self) -> None:
         self.wait()
-        background_writer.wait(
-            self.folder
-        )  # of other Checkpointers, which raise the errors themselves
+        background_writer.wait(self.folder)  # of other Checkpointers, which raise their errors
 
     def _find(self, step: int | None) -> Path | None:
         found = [s for s in folder.complete(self.folder) if step is None or s.step == step]

@@ -148,6 +148,9 @@ def gather_and_run(planned: PythonCall, args: Sequence[Any], kwargs: dict[str, A
             if version(full) != before or id(x) in changed:
                 _give_back(x, full, func, before)
     first: Any = next(iter((*args, *kwargs.values())), None)
+    written = first if writing else written_by(func, args, kwargs)
+    if not broadcasts:
+        execute.broadcast_written(written, mesh)
     if writing and any(type(t) is DistTensor for t in collect(first, [])):
         return first if isinstance(out, (Tensor, list, tuple)) else out
     if any(t.layout is torch.strided and _memory(t) is None for t in collect(out, [])):
@@ -161,6 +164,7 @@ def gather_and_run(planned: PythonCall, args: Sequence[Any], kwargs: dict[str, A
             views.register_copy(t, source, func)
     if broadcasts:
         objects.send_object(describe_tensors(result), mesh.root.ranks, mesh.device)
+        execute.broadcast_written([] if writing else written, mesh)  # as ``_gather_off_mesh``
     return result
 
 

@@ -13,7 +13,7 @@ from disttensor.core.mesh import ProcessMesh
 from disttensor.core.spec import DistSpec
 from disttensor.dispatch.call_plan import CONSTANT, CallPlan, Read, ReadKind
 from disttensor.dispatch.resolve import RulePlan
-from disttensor.dispatch.writes import is_untracked
+from disttensor.dispatch.writes import first_of, is_untracked
 from disttensor.meta import execute
 from disttensor.pytree import collect
 from disttensor.random.state import DRAWS_NOTHING
@@ -46,7 +46,7 @@ def plan_call(plan: RulePlan) -> CallPlan:
     is_flat = all(r.kind <= ReadKind.TENSOR for r in reads)
     is_part = mesh.root.size < world()[1]
     # a write to a regular tensor, which ranks off the mesh may be sent (``values_everywhere``)
-    written = collect(args[:1] if args else tensors[:1], []) if inplace and is_part else []
+    written = collect(first_of(args, kwargs), []) if inplace and is_part else []
     has_regular = any(r.regular for r in reads) or any(type(x) is not DistTensor for x in written)
     moved = [
         w is not None and not is_local_relabel(s, w)

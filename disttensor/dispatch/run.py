@@ -14,13 +14,12 @@ import torch
 
 from disttensor import observe
 from disttensor.comm import objects
-from disttensor.comm.process_group import world
 from disttensor.dispatch import reduction_cache, strict
 from disttensor.dispatch.call_plan import Answer, CallPlan, Planned, Read, ReadKind
 from disttensor.dispatch.outputs import wrap_outputs
 from disttensor.dispatch.pending_grads import needs_reduction, reduce_pending
 from disttensor.dispatch.plan_call import variant_of
-from disttensor.dispatch.writes import mark_written
+from disttensor.dispatch.writes import first_of, mark_written
 from disttensor.meta import execute as off_mesh
 from disttensor.observe import observers
 from disttensor.pytree import collect, substitute
@@ -30,7 +29,6 @@ from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.reshard import resharded_local
 from disttensor.tensor.tensor_meta import describe_tensors
 from disttensor.tensor.uses import set_derivation, with_versions
-from disttensor.tensor.values import values_everywhere
 from disttensor.tensor.versions import count
 from disttensor.torch_private import make_subclass
 
@@ -199,11 +197,7 @@ def _write(plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         count(*[locals_[i] for i in plan.writes or ()])
     for x in targets:
         mark_written(x, not plan.untracked_writes)
-    if values_everywhere.current() and plan.mesh.root.size < world()[1]:
-        # the first argument, as ``update_written`` receives it: not the steps of an optimizer
-        for t in collect(args[:1] if args else tensors[:1], []):
-            if type(t) is not DistTensor:
-                off_mesh.broadcast_written(t, plan.mesh, True)
+    off_mesh.broadcast_written(first_of(args, kwargs), plan.mesh)
     return None if out is None else args[0] if args else targets[0]
 
 
@@ -267,7 +261,7 @@ def run_off_mesh(plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any]) ->
         return off_mesh.wrap_received(received, mesh, args, kwargs)
     off_mesh.refuse_regular(plan.func, mesh, tensors)
     if plan.writes is not None:
-        target = args[0] if args else next(iter(kwargs.values()))
+        target = first_of(args, kwargs)
         off_mesh.update_written(plan.func, target, tensors, mesh)
         return None if plan.template is None else target
     return off_mesh.fill_results(plan.template, plan.results, tensors, mesh.device)

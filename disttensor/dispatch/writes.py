@@ -3,7 +3,7 @@ error of a write to a parameter."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -51,3 +51,8 @@ def note_error(error: BaseException, planned: Any, target: Any = None) -> None:
             "torch.no_grad():`, which autograd does not see, or to a result: x.clone()",
         )
     lone_failure.note_error(error, planned)
+
+
+def first_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Returns the first argument, which a call in place writes."""
+    return args[0] if args else next(iter(kwargs.values()))

@@ -1,1 +1,4 @@
-"""Pictures as SVG files, and traces that a browser opens. What they show is decided elsewhere."""
+"""Pictures as SVG files, and traces that a browser opens.
+
+Not here: the contents of a picture (``pipeline``, ``simulate``, ``pieces``).
+"""

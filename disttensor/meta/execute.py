@@ -99,14 +99,13 @@ def update_written(func: Function, target: Any, tensors: list[Any], mesh: Proces
     for t in targets:
         if type(t) is DistTensor:
             invalidate(t)
-        elif values_everywhere.current():
-            broadcast_written(t, mesh, False)
-        else:
+        elif not values_everywhere.current():
             raise RuntimeError(
                 f"{name_of(func)}: it writes a value on {mesh!r}, which this rank is not in, into "
                 "a regular tensor. Make the call inside `with dt.values_everywhere():` on all "
                 "ranks, give it dt.broadcast_value(x), or make the target a DistTensor"
             )
+    broadcast_written(targets, mesh)
     targets = [t for t in targets if type(t) is DistTensor]
     if not _grad():
         return
@@ -124,12 +123,17 @@ def update_written(func: Function, target: Any, tensors: list[Any], mesh: Proces
                     member.local = into
 
 
-def broadcast_written(x: Tensor, mesh: ProcessMesh, is_inside: bool) -> None:
-    """Sends what the ranks of ``mesh`` have written to a regular tensor to the other ranks."""
-    x, value = x.detach(), x.detach().to(mesh.device) if is_inside else None
-    value = objects.broadcast_value(value, mesh.root.ranks, mesh.device, x.shape, x.dtype)
-    if not is_inside:
-        x.copy_(value)
+def broadcast_written(target: Any, mesh: ProcessMesh) -> None:
+    """Gives the regular tensors in ``target`` the values that the ranks of ``mesh`` have written,
+    on the other ranks, inside of ``values_everywhere``. Each way in which a call in place runs on
+    the mesh makes this call, as ``update_written`` does off the mesh, with the same target."""
+    if not values_everywhere.current() or not objects.other_ranks(mesh.root.ranks):
+        return
+    for t in [t.detach() for t in collect(target, []) if type(t) is not DistTensor]:
+        own = None if mesh.coordinate is None else t.to(mesh.device)
+        value = objects.broadcast_value(own, mesh.root.ranks, mesh.device, t.shape, t.dtype)
+        if own is None:
+            t.copy_(value)
 
 
 def wrap_received(received: Any, mesh: ProcessMesh, args: Sequence[Any], kwargs: Any) -> Any:

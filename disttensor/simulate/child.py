@@ -40,8 +40,10 @@ class _ChildTraceback(Exception):
 
 
 class Child(Generic[T]):
-    """A forked process that runs ``function(files)``. ``name``: of it in errors. ``take``: makes
-    the result of what the process sends.
+    """A forked process that runs ``function(files)``.
+
+    name  the name of the process in errors
+    take  a function that makes the result from the value that the process sends
 
     The result has to be picklable. ``modules`` that are imported in the child are not imported
     here, so an error of a class that only the child knows is a SimulationError.

@@ -15,13 +15,11 @@ import torch
 from disttensor.checks import argument_error, check_callable, check_int, check_sequence
 from disttensor.errors import RankError, VerifyError
 from disttensor.launching.launch import launch
-from disttensor.verification.compare import Comparison
-from disttensor.verification.fit import Pieces
+from disttensor.verification.compare import Comparison, Whole
 from disttensor.verification.recorder import StepsEnded, TensorRecorder
 from disttensor.verification.records import Records
 
 _SHOWN = 8  # differences, and tensors that were not compared
-Whole = Callable[[str, str, Pieces], torch.Tensor | None]
 
 
 def verify(

@@ -855,3 +855,34 @@ def test_regular_tensors_get_the_value_of_another_mesh_where_values_are_everywhe
     if dist.get_rank() == 0:
         with pytest.raises(RuntimeError, match=r"Make the call inside `with dt.values_everywhere"):
             y.copy_(x)
+
+
+# Writes of a value of a stage to a regular tensor: by a rule, by lists, by a body, by a gather.
+WRITES = {
+    "copy_": lambda y, x: y.copy_(x),
+    "+=": lambda y, x: y.__iadd__(x),
+    "setitem": lambda y, x: y.__setitem__(slice(1, None), x[1:]),
+    "lists": lambda y, x: torch._foreach_copy_([y], [x]),
+    "out": lambda y, x: torch.add(x, 1, out=y),
+    "addcmul_": lambda y, x: y.addcmul_(x, x),
+    "masked_fill_": lambda y, x: y.masked_fill_(x > 1, 7.0),
+    "masked_scatter_": lambda y, x: y.masked_scatter_(torch.tensor([True, False, True]), x),
+    "put_": lambda y, x: y.put_(torch.tensor([0, 2]), x[:2]),
+    "index_copy_": lambda y, x: y.index_copy_(0, torch.tensor([2, 0, 1]), x),
+    "scatter_": lambda y, x: y.scatter_(0, torch.tensor([1]), x),
+    "addmm_": lambda y, x: y.view(1, 3).addmm_(x.view(1, 3), x.view(3, 1) @ x.view(1, 3)),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+@on_ranks(2)
+def test_each_way_of_writing_to_a_regular_tensor_sends_what_others_receive(name: str) -> None:
+    plain, expected = torch.tensor([1.0, 2.0, 3.0]), torch.zeros(3)
+    WRITES[name](expected, plain)
+    x = dt.shard_tensor(plain, dt.ProcessMesh([1], ("a",)), [dt.Replicate()])
+    for _ in range(2):
+        y = torch.zeros(3)
+        with warnings.catch_warnings(), dt.values_everywhere():
+            warnings.simplefilter("ignore", FallbackWarning)
+            WRITES[name](y, x)
+        assert torch.equal(y, expected)
