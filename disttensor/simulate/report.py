@@ -28,10 +28,10 @@ _LANES = ("compute", "communication", "wait for ranks", "wait for a stage")
 class Report:
     """The result of ``simulate``: one Kind for all ranks that do the same. Prints as tables.
 
-    said     the warnings of the program itself, for example of a fallback that gathers
-    updates  how often each class of optimizer updates in the step
-    files    the bytes of each file that the program writes up to the end of the step, and the ranks
-             that write it. The simulation keeps none of them
+    ``said``: the warnings of the program itself, for example of a fallback that gathers.
+    ``updates``: how often each class of optimizer updates in the step. ``files``: the bytes, and
+    the ranks, of each file that the program writes up to the end of the step. The simulation keeps
+    none of them.
     """
 
     world: int
@@ -64,9 +64,9 @@ class Report:
 
     @property
     def utilisation(self) -> float:
-        """The model FLOPs utilisation, 0 to 1: the FLOPs of forwards and backwards, without those
-        that are computed again, divided by the peak FLOPs of the devices in this time (Chowdhery et
-        al., "PaLM", 2022, appendix B)."""
+        """The model FLOPs utilisation, from 0 to 1. It is the FLOPs of forwards and backwards,
+        without those that are computed again, divided by the peak FLOPs of the devices in this time
+        (Chowdhery et al., "PaLM", 2022, appendix B)."""
         by: Counter[str] = Counter()
         for k in self.kinds:
             for dtype, n in k.flops_by("dtype").items():

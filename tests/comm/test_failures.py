@@ -7,14 +7,18 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
 from disttensor import runtime
 from disttensor.comm import failure_watch, reports
+from disttensor.comm.process_group import open_store, read_key
 from disttensor.comm.reports import process_state
 from tests.comm.deaths import PROGRAMS
 from tests.support.part import part
@@ -136,6 +140,39 @@ def test_a_store_that_ends_while_a_watcher_starts_ends_no_program(monkeypatch):
         failure_watch.watch()
     finally:
         now.watcher = before
+
+
+@pytest.mark.parametrize("kind", ["TCPStore", "FileStore", "HashStore"])
+def test_a_key_that_another_rank_deletes_is_read_whole_or_as_absent(kind, tmp_path):
+    """And without a wait for it: ``get`` waits, or returns an empty text, after a deletion."""
+    open_ = {
+        "TCPStore": lambda: open_store("127.0.0.1", 0, True, 1, timedelta(seconds=5)),
+        "FileStore": lambda: dist.FileStore(str(tmp_path / "store"), 1),
+        "HashStore": dist.HashStore,
+    }
+    store = open_[kind]()
+    store.set_timeout(timedelta(seconds=5))
+    prefixed = dist.PrefixStore("world", store)
+    assert read_key(prefixed, "key") is None and not prefixed.check(["key"])
+    prefixed.set("key", "")
+    assert read_key(prefixed, "key") == ""
+    if kind == "TCPStore":
+        stop = threading.Event()
+        other = dist.PrefixStore("world", dist.TCPStore("127.0.0.1", store.port, None, False))
+
+        def come_and_go():
+            while not stop.is_set():
+                other.set("key", "text")
+                other.delete_key("key")
+
+        prefixed.delete_key("key")
+        thread = threading.Thread(target=come_and_go)
+        thread.start()
+        try:
+            assert {read_key(prefixed, "key") for _ in range(5000)} == {None, "text"}
+        finally:
+            stop.set()
+            thread.join()
 
 
 class Store:
