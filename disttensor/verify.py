@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from disttensor.errors import VerifyError
+from disttensor.errors import RankError, VerifyError
 from disttensor.launching.script import run_command
 from disttensor.verification import verify
 
@@ -30,6 +30,7 @@ parser.add_argument("--nproc", type=int, required=True, metavar="N", help="numbe
 parser.add_argument("--steps", type=int, default=3, help="optimizer steps to compare; default: 3")
 parser.add_argument("--dtype", help="float64 (default), another default dtype, or 'own'")
 parser.add_argument("--whole", metavar="FILE:NAME", help="a function that puts pieces together")
+parser.add_argument("--timeout", type=float, metavar="S", help="seconds for the N processes")
 parser.add_argument("-m", dest="module", action="store_true", help="the script is a module")
 parser.add_argument("command", nargs=argparse.REMAINDER, metavar="script.py [arguments]")
 args = parser.parse_args()
@@ -40,6 +41,7 @@ dtype = getattr(torch, args.dtype or "float64") if args.dtype != "own" else None
 command = ["-m", *args.command] if args.module else args.command
 try:
     whole = runpy.run_path(file)[name] if file else None
-    print(verify(run_command, args.nproc, (command,), steps=args.steps, whole=whole, dtype=dtype))
-except VerifyError as error:
+    options = {"steps": args.steps, "whole": whole, "dtype": dtype, "timeout": args.timeout}
+    print(verify(run_command, args.nproc, (command,), **options))
+except (RankError, TimeoutError, VerifyError) as error:
     sys.exit(str(error))

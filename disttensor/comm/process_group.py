@@ -20,7 +20,6 @@ from disttensor.runtime import current_runtime
 from disttensor.torch_private import backend_of, default_group, default_store, timeout_of
 
 LOST = "The store of the world is gone, with rank 0 if that keeps it, or with the launcher"
-_NO_TEXT = "\0"  # what read_key gets for a key that is not there
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -211,8 +210,8 @@ def _connect(
 def read_key(store: Any, key: str) -> str | None:
     """Returns the text under a key of a store; None if there is none. One operation: ``get`` waits
     for a key that another rank deletes after a ``check``."""
-    found = store.compare_set(key, _NO_TEXT, _NO_TEXT).decode()
-    return None if found == _NO_TEXT else found
+    text = store.compare_set(key, "\0", "\0").decode()
+    return None if text == "\0" else text
 
 
 def missing_ranks(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,8 +13,15 @@ from typing import Any
 
 import torch
 
-from disttensor.checks import argument_error, check_callable, check_int, check_sequence
+from disttensor.checks import (
+    argument_error,
+    check_callable,
+    check_int,
+    check_positive,
+    check_sequence,
+)
 from disttensor.errors import RankError, VerifyError
+from disttensor.hangs.watcher import watch
 from disttensor.launching.launch import launch
 from disttensor.verification.compare import Comparison, Whole
 from disttensor.verification.recorder import StepsEnded, TensorRecorder
@@ -25,6 +33,7 @@ _SHOWN = 8  # differences, and tensors that were not compared
 def verify(
     fn: Callable[..., Any], nprocs: int = 2, args: Sequence[Any] = (), *, steps: int = 3,
     whole: Whole | None = None, dtype: torch.dtype | None = torch.float64,
+    timeout: float | None = None,
 ) -> str:  # fmt: skip
     """Compares what a training program computes on ``nprocs`` ranks with what it computes in one
     process, and names the first tensor that differs.
@@ -43,12 +52,15 @@ def verify(
             a dict by rank, where the sizes do not show how. It returns None for other tensors.
         dtype: the default dtype of the runs. In float64 roundings are 1e9 times smaller than in
             float32, and errors are not. None: the dtype of the program.
+        timeout: seconds after which the ranks are ended. None: a minute, and twenty times as long
+            as one process takes. Ranks that wait for each other say where, as with ``dt.watch``.
 
     Returns:
         A text with the number of compared tensors, and those that were not compared.
 
     Raises:
         VerifyError: a tensor differs.
+        TimeoutError: the ranks had not ended within ``timeout``.
 
     >>> def train():
     ...     mesh = dt.init_mesh((torch.distributed.get_world_size(),), ("dp",))
@@ -69,9 +81,11 @@ def verify(
         check_callable("verify: whole", whole)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise argument_error("verify: dtype", dtype, "a floating dtype of torch, or None")
+    if timeout is not None:
+        check_positive("verify: timeout", timeout, "a positive number of seconds")
     with tempfile.TemporaryDirectory(prefix="verify-") as name:
         folder, note = Path(name), ""
-        run = partial(_run, folder, steps, fn, args)
+        run, began = partial(_run, folder, steps, fn, args), time.monotonic()
         try:
             launch(run, 1, ("one", False, dtype))
         except RankError as error:
@@ -81,9 +95,10 @@ def verify(
             note = f"\n  in its own dtype, because it does not run in {dtype}: {lines[0]}"
             dtype = None
             launch(run, 1, ("one", False, None))
+        took = time.monotonic() - began
         with contextlib.suppress(RankError):  # roundings are then taken from the dtype
             launch(run, 1, ("nudged", True, dtype))
-        launch(run, size, ("rank", False, dtype))
+        launch(run, size, ("rank", False, dtype), timeout=timeout or 60 + 20 * took)
         names = ["one0", "nudged0", *(f"rank{r}" for r in range(size))]
         with contextlib.ExitStack() as files:
             opened = [files.enter_context((folder / name).open("rb")) for name in names]
@@ -102,6 +117,8 @@ def _run(
     """Runs the program as a rank, and records it."""
     if dtype is not None:
         torch.set_default_dtype(dtype)
+    if label == "rank":
+        watch()
     recorder = TensorRecorder(folder / f"{label}{os.environ['RANK']}", steps, nudge)
     try:
         with contextlib.suppress(StepsEnded):

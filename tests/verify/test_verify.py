@@ -22,7 +22,7 @@ BUGS = [name for name in names() if "." in name]
 SOME = 4  # bugs in a run, and half as many programs without one
 
 
-def run(*command):
+def run(*command, folder=ROOT):
     env = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -30,7 +30,9 @@ def run(*command):
         "PYTHONPATH": str(ROOT),
     }
     command = [sys.executable, *command]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1200)
+    return subprocess.run(
+        command, cwd=folder, env=env, capture_output=True, text=True, timeout=1200
+    )
 
 
 @pytest.mark.slow
@@ -84,6 +86,50 @@ def test_a_script_is_verified_without_changes(tmp_path, divisor):
         assert done.returncode == 0, done.stderr
         assert "2 ranks compute what one process computes" in done.stdout
         assert "of 2 steps" in done.stdout
+
+
+WAITS = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+if dist.get_rank() == 1:
+    dist.recv(torch.ones(1), 0)
+dist.all_reduce(torch.ones(2))
+"""
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_for_each_other_are_ended(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(WAITS)
+    done = run("-m", "disttensor.verify", "--nproc", "2", "--timeout", "8", str(script))
+    assert done.returncode == 1 and "ranks [0, 1] of 2 had not ended after 8 s" in done.stderr
+    assert "rank 1 waits for a message of rank 0, which waits in all_reduce" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+ROWS = """
+import torch, torch.distributed as dist
+def whole(name, phase, pieces):
+    out = torch.empty(6, 2, dtype=torch.float64)
+    for rank, piece in pieces.items():
+        out[rank :: len(pieces)] = piece
+    return out
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    w = torch.nn.Parameter(torch.arange(12.0).view(6, 2)[rank::world].clone())
+    w.grad = torch.ones_like(w)
+    torch.optim.SGD([w], lr=0.1).step()
+"""
+
+
+@pytest.mark.slow
+def test_a_module_is_verified_with_a_function_that_puts_pieces_together(tmp_path):
+    (tmp_path / "rows_in_turn.py").write_text(ROWS)
+    command = ["-m", "disttensor.verify", "--nproc", "3", "--whole", "rows_in_turn.py:whole"]
+    done = run(*command, "-m", "rows_in_turn", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "2 tensors of 1 steps" in done.stdout
 
 
 def test_a_script_that_is_not_there():
