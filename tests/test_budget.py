@@ -35,8 +35,8 @@ from tests.test_imports import FILES
 #                nothing; ranks that read their rank are compared
 #   tensor       hooks of leaves run once, at the end of a backward; derivations are data; edges of
 #                the graph stand for DistTensors
-#   verification the first tensor that differs from one process is named, for any program; ranks that
-#                wait for each other are ended (root: the option of the command)
+#   verification the first tensor that differs from one process is named, for any program; ranks
+#                that wait for each other are ended (root: the option of the command)
 #   trace        guards of all that the code that ran can read; the audit of recorded programs
 LINES = {
     "api": 1_067,
