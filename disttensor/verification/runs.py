@@ -98,7 +98,8 @@ def verify(
         took = time.monotonic() - began
         with contextlib.suppress(RankError):  # roundings are then taken from the dtype
             launch(run, 1, ("nudged", True, dtype))
-        launch(run, size, ("rank", False, dtype), timeout=timeout or 60 + 20 * took)
+        limit = timeout or 60 + 20 * took
+        launch(run, size, ("rank", False, dtype, min(10.0, limit / 3)), timeout=limit)
         names = ["one0", "nudged0", *(f"rank{r}" for r in range(size))]
         with contextlib.ExitStack() as files:
             opened = [files.enter_context((folder / name).open("rb")) for name in names]
@@ -112,13 +113,14 @@ def verify(
 
 def _run(
     folder: Path, steps: int, fn: Callable[..., Any], args: Any,
-    label: str, nudge: bool, dtype: torch.dtype | None,
+    label: str, nudge: bool, dtype: torch.dtype | None, patience: float = 0.0,
 ) -> None:  # fmt: skip
-    """Runs the program as a rank, and records it."""
+    """Runs the program as a rank, and records it. ``patience``: the seconds after which ranks that
+    wait for each other say where they are; 0: they do not."""
     if dtype is not None:
         torch.set_default_dtype(dtype)
-    if label == "rank":
-        watch()
+    if patience:
+        watch(patience)
     recorder = TensorRecorder(folder / f"{label}{os.environ['RANK']}", steps, nudge)
     try:
         with contextlib.suppress(StepsEnded):
