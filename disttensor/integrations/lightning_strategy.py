@@ -15,7 +15,7 @@ from disttensor.comm import objects
 from disttensor.comm.groups import world_group
 from disttensor.comm.process_group import world
 from disttensor.integrations.model import (
-    Deal,
+    SplitBatch,
     full_state,
     full_value,
     gathered_pickles,
@@ -36,7 +36,7 @@ def lightning_strategy(
 
     The Trainer is made and used inside ``dt.integrations.one_process()``, on all ranks, with
     batches of the global size. The LightningModule is sharded when ``fit`` begins; each batch is
-    dealt out; the first rank logs and writes checkpoints with full values, which ``ckpt_path=``
+    split; the first rank logs and writes checkpoints with full values, which ``ckpt_path=``
     reads under any strategy.
 
     Args:
@@ -82,8 +82,8 @@ class _Sharded:
         batch = super().batch_to_device(batch, *args, **kwargs)  # type: ignore[misc]
         if self.of.degrees().pp > 1:  # the model splits its own inputs
             return batch
-        dealt = Deal(self.of)(self.lightning_module, (batch,), {})
-        return batch if dealt is None else dealt[0][0]
+        split = SplitBatch(self.of)(self.lightning_module, (batch,), {})
+        return batch if split is None else split[0][0]
 
     def lightning_module_state_dict(self: Any) -> dict[str, Any]:
         return full_state(self.lightning_module)

@@ -1,4 +1,4 @@
-"""The model of another library under a Strategy: a proposed plan, batches that are dealt out, and
+"""The model of another library under a Strategy: a proposed plan, batches that are split, and
 the full values of its state."""
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def place(
     layers: Iterable[nn.Module | str] | None = None,
     init: Callable[[nn.Module], Any] | None = None,
 ) -> None:
-    """Applies ``strategy`` to a model and deals out the batches that it is called with. A model
+    """Applies ``strategy`` to a model and splits the batches that it is called with. A model
     with DistTensors keeps them: its other parameters are replicated. A parameter of a model that
     was placed before is the same one here."""
     stages, balance, before = strategy.stages(), None, slots(model)
@@ -87,8 +87,8 @@ def place(
         if slot.table[slot.key] is not slot.value:
             PLACED[slot.value] = slot.table[slot.key]
     hooks = [hook for m in model.modules() for hook in m._forward_pre_hooks.values()]
-    if not any(isinstance(hook, Deal) for hook in hooks):
-        model.register_forward_pre_hook(Deal(strategy), with_kwargs=True)
+    if not any(isinstance(hook, SplitBatch) for hook in hooks):
+        model.register_forward_pre_hook(SplitBatch(strategy), with_kwargs=True)
 
 
 def rebind(who: str, optimizer: torch.optim.Optimizer) -> None:
@@ -155,7 +155,7 @@ def layers_in_order(model: nn.Module) -> list[str] | None:
 
 
 @dataclass(frozen=True, eq=False)
-class Deal:
+class SplitBatch:
     """A forward pre-hook: regular tensors with the rows of a batch become DistTensors, split over
     the axes of the batch, and over ``cp`` along the sequence."""
 

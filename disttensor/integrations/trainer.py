@@ -29,7 +29,7 @@ def shard_trainer(
     """Gives a Trainer of transformers, or of a library that extends it, a strategy. Returns it.
 
     The trainer is made and used inside ``dt.integrations.one_process()``, on all ranks, with
-    batches of the global size. Its model is sharded in place. Each batch is dealt out over ``dp``
+    batches of the global size. Its model is sharded in place. Each batch is split over ``dp``
     and ``sharding``; losses, metrics and predictions are global. The first rank logs and writes;
     checkpoints have the format of transformers, with full values, and
     ``resume_from_checkpoint`` reads them under any strategy.
