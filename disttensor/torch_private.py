@@ -640,10 +640,22 @@ _dumps: tuple[Any, ...] = tuple(
 )
 
 
+_NAMES_LINES = "torch._inductor.codecache"  # C++ imports it to dump the lines of collectives
+
+
+def import_names_of_lines() -> None:
+    """Imports what torch needs to dump the lines of collectives. To import it in a thread, beside
+    an import of the program, could break both."""
+    importlib.import_module(_NAMES_LINES)
+
+
 def flight_record() -> list[dict[str, Any]]:
     """Returns the collectives that torch's flight recorders hold; none where they are switched off
-    (``TORCH_FR_BUFFER_SIZE`` when the first process group starts)."""
-    return [entry for dump in _dumps for entry in pickle.loads(dump()).get("entries", ())]
+    (``TORCH_FR_BUFFER_SIZE`` when the first process group starts). Without ``frames`` before
+    ``import_names_of_lines``."""
+    lines = hasattr(sys.modules.get(_NAMES_LINES), "PyCodeCache")
+    dumped = [pickle.loads(dump(includeStackTraces=lines)) for dump in _dumps]
+    return [entry for record in dumped for entry in record.get("entries", ())]
 
 
 def members_of() -> dict[str, list[int]]:

@@ -63,7 +63,7 @@ def _collective(entry: dict[str, Any], name: str, ranks: list[int]) -> StartedCo
         types = " and ".join(dict.fromkeys(t.lower() for t in entry["input_dtypes"]))
         words += f" of {' and '.join(map(str, entry['input_sizes']))} {types}"
     age = time.time() - entry["time_created_ns"] / 1e9
-    line = _line((f["filename"], f["line"]) for f in entry["frames"])
+    line = _line((f["filename"], f["line"]) for f in entry.get("frames", ()))
     return StartedCollective(
         name, ranks, entry["collective_seq_id"], words, line, round(age, 1), _is_done(entry)
     )

@@ -16,7 +16,7 @@ from disttensor.comm.reports import Reports, address_of
 from disttensor.hangs.diagnosis import diagnose, situation
 from disttensor.hangs.flight import StartedCollective, start_recorder
 from disttensor.hangs.status import MainThread, Status
-from disttensor.torch_private import default_group, default_store
+from disttensor.torch_private import default_group, default_store, import_names_of_lines
 
 PERIOD = 0.5  # seconds between two looks
 _ANSWERS = 1.5  # seconds for other ranks to post where they are
@@ -35,6 +35,7 @@ def watch(seconds: float = 3.0) -> None:
     """
     check_positive("watch: seconds", seconds, "a positive number")
     start_recorder()
+    import_names_of_lines()
     running = [t for t in threading.enumerate() if isinstance(t, Watch)]
     if running:
         running[0].seconds = float(seconds)

@@ -23,6 +23,7 @@ from disttensor.checks import (
 from disttensor.errors import RankError, VerifyError
 from disttensor.hangs.watcher import watch
 from disttensor.launching.launch import launch
+from disttensor.torch_private import import_names_of_lines
 from disttensor.verification.compare import Comparison, Whole
 from disttensor.verification.recorder import StepsEnded, TensorRecorder
 from disttensor.verification.records import Records
@@ -83,6 +84,7 @@ def verify(
         raise argument_error("verify: dtype", dtype, "a floating dtype of torch, or None")
     if timeout is not None:
         check_positive("verify: timeout", timeout, "a positive number of seconds")
+    import_names_of_lines()  # once, before the forks that are watched
     with tempfile.TemporaryDirectory(prefix="verify-") as name:
         folder, note = Path(name), ""
         run, began = partial(_run, folder, steps, fn, args), time.monotonic()

@@ -56,6 +56,25 @@ def test_a_script_is_watched_without_changes(tmp_path):
     assert "watch: rank 0 goes on" in done.stderr
 
 
+def test_a_look_at_the_collectives_imports_nothing(tmp_path):
+    """An import in the thread that watches, beside one of the program, could break both."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys, torch, torch.distributed as dist\n"
+        "from disttensor.hangs.flight import collectives, start_recorder\n"
+        "from disttensor.torch_private import import_names_of_lines\n"
+        "start_recorder()\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "dist.all_reduce(torch.ones(3))\n"
+        "before = {*sys.modules}\n"
+        "assert not any(c.line for c in collectives()) and {*sys.modules} == before\n"
+        "import_names_of_lines()\n"
+        "print([c.line for c in collectives()])\n"
+    )
+    done = run([sys.executable, str(program)], PYTHONPATH=str(ROOT))
+    assert done.stdout == f"['{program}:6']\n", done.stderr
+
+
 def status(rank, doing=WAITS, **kwargs):
     base = Status(rank, f"a.py:{rank}", "f(x)", "", doing, 5.0, -1, "", [])
     return base._replace(**kwargs)

@@ -309,7 +309,11 @@ def contents(folder: pathlib.Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+def folder(
+    tmp_path: pathlib.Path, tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch
+) -> pathlib.Path:
+    """Files that there were before, and a folder for temporary files that no other process uses."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("temporary")))
     names = ["old", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth"]
     names += ["folder/a", "folder/b", "folder2/a", "tree/inner/a", "model.pt", "held", "read"]
     for name in names:
@@ -336,9 +340,9 @@ def test_a_simulation_changes_no_files_and_nothing_of_the_process(folder: pathli
 
     with open("held", "a") as held, open("read") as read:
         OPEN_BEFORE[:] = held, read
-        before = state(), contents(folder), sorted(glob.glob("/tmp/disttensor-simulate-*"))
+        before = state(), contents(folder), os.listdir(tempfile.gettempdir())
         report = simulate(build, 2)
-        after = state(), contents(folder), sorted(glob.glob("/tmp/disttensor-simulate-*"))
+        after = state(), contents(folder), os.listdir(tempfile.gettempdir())
         assert read.read() == OLD
     assert before == after
     found = {os.path.relpath(path, folder): n for path, (n, _) in report.files.items()}
