@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pickle
@@ -135,9 +136,11 @@ def end_rank(
             text = format_error(error, trace)
             kind = "symptom" if isinstance(error, CommError) else "cause"
             report = kind, f"{headline(error)}\n\n{text}"
-        for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, LinePrefixer):  # the parent ends this process after the report
+        for stream in (sys.stdout, sys.stderr):  # the parent ends this process after the report
+            if isinstance(stream, LinePrefixer):
                 stream.finish()
+            with contextlib.suppress(Exception):  # closed, or without a reader
+                stream.flush()
         connection.send(report)
     finally:
         leave(0)

@@ -20,6 +20,7 @@ import torch
 import disttensor as dt
 from disttensor import run
 from disttensor.comm.process_group import open_store
+from disttensor.launching import rank
 from disttensor.launching.rank import LinePrefixer
 from tests.support import forked
 from tests.support.pages import blocks
@@ -88,6 +89,17 @@ def test_output_of_ranks_comes_in_whole_lines() -> None:
 
     status, out = forked.run(program)
     assert status == 0 and out == "one line\n" * 60, out
+
+
+def test_output_of_ranks_is_written_before_their_parent_ends_them() -> None:
+    """Python keeps what a program prints into a file or a pipe in a buffer."""
+
+    def program() -> None:
+        sys.stdout, leave = open(1, "w", closefd=False), rank.leave  # noqa: SIM115
+        rank.leave = lambda status: (time.sleep(0.3), leave(status))
+        dt.launch(lambda: print("line"), 2)
+
+    assert forked.run(program) == (0, "line\n" * 2)
 
 
 class Pieces(io.StringIO):
