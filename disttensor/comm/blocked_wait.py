@@ -2,7 +2,8 @@
 
 A rank that has waited for some seconds posts in which collective, and how many it has started in
 each communicator. Two ranks never go on if each waits in a collective that needs the other, which
-has not started it.
+has not started it. This holds for the threads that run the program: another thread, as the one that
+writes a checkpoint, may wait for long while the program of its rank goes on, so it posts nothing.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -57,12 +59,16 @@ class BlockedWait:
         self.post = _Post(words, user_line(), list(ranks), purpose, number, started, now)
         self.watcher, self.same = watcher, 0  # calls of check for which ``before`` was the same
         self.before: dict[int, _Post] = {}
-        watcher.store.set(f"wait/{watcher.rank}", json.dumps(self.post))
+        self.is_posted = _runs_program(watcher)
+        if self.is_posted:
+            watcher.store.set(f"wait/{watcher.rank}", json.dumps(self.post))
 
     def check(self) -> None:
         """Raises MismatchError if other ranks, for some calls, wait in collectives that never end,
         because this rank waits: in this communicator another one by ``words``, in another one a
         collective that this rank has not started while they have not started this one."""
+        if not self.is_posted:
+            return
         others = [r for r in self.post.ranks if r != self.watcher.rank]
         texts = {r: read_key(self.watcher.store, f"wait/{r}") for r in others}
         posts = {r: _Post(*json.loads(text)) for r, text in texts.items() if text is not None}
@@ -73,7 +79,7 @@ class BlockedWait:
             self._raise(blocked)
 
     def end(self) -> None:
-        if not self.watcher.lost:
+        if self.is_posted and not self.watcher.lost:
             with contextlib.suppress(RuntimeError):
                 self.watcher.store.delete_key(f"wait/{self.watcher.rank}")
 
@@ -98,6 +104,13 @@ class BlockedWait:
         failure_watch.post(text)
         self.watcher.store.set(lone_failure.STOPPED, "")
         raise MismatchError(text)
+
+
+def _runs_program(watcher: failure_watch.Watcher) -> bool:
+    """Returns True if the program of this rank goes on only when the present thread does: in the
+    thread that started the watcher, and in threads of micro-batches, for which it waits."""
+    thread = threading.current_thread()
+    return thread.ident == watcher.program or getattr(thread, "runs_program", False)
 
 
 def wait(work: Any, group: Any, kind: str, sent: Any, number: int) -> None:

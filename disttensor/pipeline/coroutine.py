@@ -93,6 +93,7 @@ class _Worker(threading.Thread):
     thread (as workspaces of matrix products) is allocated once."""
 
     _idle: ClassVar[list[_Worker]] = []
+    runs_program = True  # read by disttensor.comm.blocked_wait
 
     def __init__(self) -> None:
         super().__init__(name="micro-batch", daemon=True)

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import tempfile
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +20,8 @@ import torch
 
 import disttensor as dt
 from disttensor.comm import blocked_wait, failure_watch, lone_failure
+from disttensor.comm.groups import new_group
+from disttensor.comm.objects import gather_objects
 from tests.comm.deaths import WORLD, run_worlds
 
 AT_ONCE = 8  # worlds
@@ -193,6 +196,21 @@ def all_catch(rank, failing):
             assert torch.linalg.cholesky(x).sum().item() == 3 * WORLD
 
 
+def in_a_thread(rank, failing):
+    """The program of one rank is late, and its thread in time, as of a writer of checkpoints."""
+    x, group = matrices([]), new_group(range(WORLD), ("world",), "writer")
+
+    def write():
+        time.sleep(STAYS * (rank != failing))
+        gather_objects(rank, group)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    time.sleep(STAYS * (rank == failing))
+    assert x.sum().item() == 3 * WORLD
+    thread.join()
+
+
 def another_call(rank, failing):
     """One rank calls a collective that the others do not call."""
     x = matrices([])
@@ -214,6 +232,7 @@ PROGRAMS = {
         goes_on,
         caught,
         all_catch,
+        in_a_thread,
         another_call,
         read_on_one_rank,
         two_reads,

@@ -16,6 +16,7 @@ from tests.support.part import part
 
 ROOT = Path(__file__).resolve().parents[2]
 FINE = ["alike-1", "alike-0", "alike_in_a_run-0", "alike_in_a_run-2", "goes_on-1", "all_catch-0"]
+FINE += ["in_a_thread-0", "in_a_thread-1"]
 # two ranks wait in one collective, this one in another: {name: that one}
 OTHER = {"another_call-1": "all_gather", "read_on_one_rank-0": "start of the group"}
 OTHER["facts_and_read-1"] = "exchange of facts"
