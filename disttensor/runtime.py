@@ -12,6 +12,7 @@ one that the program starts on the same port.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -69,6 +70,7 @@ class Runtime:
 # The world of one without a process group. Its meshes are kept while process groups exist.
 _alone = Runtime()
 _current = _alone
+_entering = threading.RLock()  # two threads must not make two Runtimes of one world
 
 
 @contextmanager
@@ -93,14 +95,17 @@ def last_runtime() -> Runtime:
 def current_runtime() -> Runtime:
     """Returns the Runtime of the default process group."""
     global _current
-    default = default_group()
-    if default is not _current.default_ref():
-        _end(_current)
-        if default is not None:
-            clear_caches()
-            release_world(default)
-            _current = Runtime()
-            _current.default_ref = ref(default, partial(_ended, ref(_current)))
+    if default_group() is not _current.default_ref():
+        with _entering:
+            default = default_group()
+            if default is not _current.default_ref():
+                _end(_current)
+                if default is not None:
+                    clear_caches()
+                    release_world(default)
+                    made = Runtime()
+                    made.default_ref = ref(default, partial(_ended, ref(made)))
+                    _current = made
     return _current
 
 

@@ -130,7 +130,8 @@ def _entry(what: str, spec: Any, place: Place) -> CallSignature:
 def recorded_calls() -> list[CallSignature]:
     """Returns the calls since the last step that other ranks record too. Draws come last, because a
     replay records its calls before it makes them."""
-    return sorted((n.call for n in CALLS if n.call.mesh is not None), key=lambda call: call.draws)
+    calls = [n.call for n in [*CALLS]]  # a copy: other threads may record calls meanwhile
+    return sorted((call for call in calls if call.mesh is not None), key=lambda call: call.draws)
 
 
 def fingerprint(calls: Sequence[CallSignature], nodes: int, least: int = 1) -> CallFingerprint:
@@ -159,7 +160,7 @@ class ProgramSteps:
         self.node = 0  # the next autograd node at the last step
         self.error = ""  # the difference found, as text
         self.compared: Any = None  # an Event: the last step has been compared
-        self.kept: deque[ProgramStep] = deque(maxlen=4)
+        self.kept: deque[ProgramStep] = deque(maxlen=16)
 
 
 def peers(mesh: Any, rank: int) -> list[int]:
@@ -231,13 +232,19 @@ def _explain(watcher: failure_watch.Watcher, where: str) -> bool:
     kept = [] if steps is None else list(steps.kept)
     if steps is None or not kept or kept[-1].number < number:
         return False
+    error = ""
     for step in [s for s in kept if s.number == number]:  # none if it is no longer kept
         calls = next((c for mesh, c in step.calls.items() if repr(mesh) == name), [])
         mine = [step.place, [(c.words(), c.where) for c in calls]]
         watcher.store.set(f"calls/{watcher.rank}", json.dumps(mine))
         posted = watcher.gather("calls", ranks, _PATIENCE)
         every = {rank: json.loads(text) for rank, text in posted.items()}
-        steps.error = difference(name, number, every)
+        error = difference(name, number, every)
+    steps.error = error or (
+        f"the ranks of {name} do not run the same program: their calls before optimizer step "
+        f"{number} differ. A rank was some steps ahead, and has its calls no longer. Read a value "
+        "on every rank before the step, as loss.item(), and the error names the calls"
+    )
     return True
 
 

@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -51,7 +52,7 @@ class Watcher(Reports):
     def __init__(self, now: Runtime) -> None:
         self.kept = default_store()
         super().__init__(*address_of(self.kept), f"disttensor/{world_name()}", *world())
-        self.world, self.program = id(now.default), threading.get_ident()
+        self.runtime, self.program = weakref.ref(now), threading.get_ident()
         self.keeps_store, self.store_lasts = keeps_store(), now.store_lasts
         self.jobs: queue.SimpleQueue[tuple[Callable[[Any], None], threading.Event]] = (
             queue.SimpleQueue()
@@ -66,11 +67,17 @@ class Watcher(Reports):
     def submit(self, job: Callable[[Any], None]) -> threading.Event:
         """Runs ``job(store)`` in the thread soon. Returns an Event that is set afterwards."""
         ended = threading.Event()
-        if self.stopped.is_set():
-            ended.set()
-        else:
+        if not self.stopped.is_set():
             self.jobs.put((job, ended))
+        if self.stopped.is_set():  # perhaps since then: the thread may not see the job
+            ended.set()
         return ended
+
+    def has_world(self) -> bool:
+        """Returns False after the end of the world. A simulated world may have its place."""
+        now = self.runtime()
+        group = None if now is None else now.default
+        return now is not None and group is not None and (now.is_aside or group is default_group())
 
     def stop(self) -> None:
         if not self.stopped.is_set():
@@ -91,7 +98,7 @@ class Watcher(Reports):
     def _run(self) -> None:
         due = 0.0
         try:
-            while not self.stopped.is_set() and id(default_group()) == self.world:
+            while not self.stopped.is_set() and self.has_world():
                 if self.is_closed():
                     self.lost = True
                     break

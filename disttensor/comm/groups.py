@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from typing import Any, NoReturn
 
 import torch
@@ -158,27 +158,29 @@ def _new_process_group(members: tuple[int, ...], purpose: str, timeout: float | 
 def _wait_for_members(
     members: tuple[int, ...], purpose: str, name: str, limit: timedelta | None
 ) -> None:
-    """Waits until all members are here. Raises RuntimeError if one of them ends, fails or is late;
-    torch does not check whether the members live."""
+    """Waits until all members are here, and then until all have seen this: a member that has ended
+    since it came does not see it. Raises RuntimeError if one of them ends, fails or is late; torch
+    does not check whether the members live."""
     watcher = failure_watch.watcher_of(current_runtime())
     if watcher is None:
         return
-    wanted = [f"group/{name}/{rank}" for rank in members]
-    watcher.store.set(f"group/{name}/{watcher.rank}", "")
     end = time.monotonic() + (limit.total_seconds() if limit is not None else 1800)
     blocked: BlockedWait | None = None
     try:
-        while not wait_until(lambda: watcher.store.check(wanted), 1.0):
-            if time.monotonic() > end:
-                failure_watch.post_unseen(watcher)
-                raise RuntimeError("they are late")
-            failed = watcher.failed or lone_failure.find(watcher, members)
-            if failed or watcher.failed_rank(members) is not None:
-                raise RuntimeError("one of them has failed")
-            if blocked is None:
-                words = f"the start of the group {members} {purpose}".rstrip()
-                blocked = BlockedWait(watcher, members, purpose, words, 1)
-            blocked.check()
+        for state in ("is here", "sees all"):
+            wanted = [f"group/{name}/{rank} {state}" for rank in members]
+            watcher.store.set(f"group/{name}/{watcher.rank} {state}", "")
+            while not wait_until(partial(watcher.store.check, wanted), 1.0):
+                if time.monotonic() > end:
+                    failure_watch.post_unseen(watcher)
+                    raise RuntimeError("they are late")
+                failed = watcher.failed or lone_failure.find(watcher, members)
+                if failed or watcher.failed_rank(members) is not None:
+                    raise RuntimeError("one of them has failed")
+                if blocked is None:
+                    words = f"the start of the group {members} {purpose}".rstrip()
+                    blocked = BlockedWait(watcher, members, purpose, words, 1)
+                blocked.check()
     finally:
         if blocked:
             blocked.end()

@@ -93,11 +93,11 @@ def _post(watcher: failure_watch.Watcher) -> None:
     """Posts the last error of this rank when it is due, and withdraws it if the program goes on."""
     now = last_runtime()
     raised: Raised | None = now.raised
-    if raised is None:
+    if raised is None or now.watcher is not watcher:  # the watcher of an earlier world
         return
     goes_on = raised.mark is not None and raised.mark != _mark()
     was_posted = now.posted is raised
-    if goes_on:
+    if goes_on and now.raised is raised:  # the program may have raised another error meanwhile
         now.raised = None
     if goes_on == was_posted and (goes_on or time.monotonic() >= raised.due):
         now.posted, entry = raised, None if goes_on else raised[:4]
@@ -126,7 +126,9 @@ def find(watcher: failure_watch.Watcher, awaited: Sequence[int]) -> bool:
 
 
 def _give_up(watcher: failure_watch.Watcher, text: str = "") -> bool:
-    last_runtime().is_given_up = True
+    now = watcher.runtime()
+    if now is not None:
+        now.is_given_up = True
     return True
 
 

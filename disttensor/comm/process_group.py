@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import time
@@ -166,9 +167,11 @@ def _join_store(rank: int, size: int, timeout: float) -> Any:
         store.set("hashing differs", "")
     missing = missing_ranks(store, "came", rank, range(size), timeout)
     if missing:
+        late = f"rank {rank} came later. Start all ranks together, or give a longer timeout"
+        lost = "They ended before, or were never started; look for their own errors"
         raise CommError(
-            f"init_mesh: ranks {missing} did not come within {timeout:g} s; rank {rank} waits for "
-            "them. They ended before, or were never started; look for their own errors"
+            f"init_mesh: ranks {missing} did not come within {timeout:g} s; "
+            + (late if rank in missing else f"rank {rank} waits for them. {lost}")
         )
     if rank == 0 and store.check(["hashing differs"]):
         warnings.warn(
@@ -220,8 +223,8 @@ def missing_ranks(
 ) -> list[int]:  # fmt: skip
     """Waits until all ``ranks`` have made this call with the same ``place``, a prefix of keys.
     Returns the ranks that have not done so within ``seconds``, or when ``ends()`` is true. The
-    first rank whose time is over ends the wait of all: rank 0 may keep the store, so it returns
-    last."""
+    first rank whose time is over ends the wait of all, which get the same answer, also ranks that
+    come later. Rank 0 may keep the store, so it returns last."""
     try:
         return _missing(store, place, rank, ranks, seconds, ends)
     except dist.DistNetworkError as error:
@@ -234,15 +237,14 @@ def _missing(
     store: Any, place: str, rank: int, ranks: Sequence[int], seconds: float,
     ends: Callable[[], bool],
 ) -> list[int]:  # fmt: skip
-    everyone, over = f"{place}/all", f"{place}/over"
+    answer = f"{place}/answer"
     store.set(f"{place}/{rank}", "")
-    if store.add(f"{place}/count", 1) == len(ranks):
-        store.set(everyone, "")
-    wait_until(lambda: store.check([everyone]) or store.check([over]) or ends(), seconds)
-    if store.check([everyone]):
+    if store.add(f"{place}/count", 1) < len(ranks):
+        wait_until(lambda: store.check([answer]) or ends(), seconds)
+    absent = [r for r in ranks if not store.check([f"{place}/{r}"])]
+    missing: list[int] = json.loads(store.compare_set(answer, "", json.dumps(absent)))
+    if not missing:
         return []
-    store.set(over, "")
-    missing = [r for r in ranks if not store.check([f"{place}/{r}"])]
     told, here = store.add(f"{place}/told", 1), len(ranks) - len(missing)
     if rank == 0 and told < here:
         wait_until(lambda: store.add(f"{place}/told", 0) >= here, 2.0)

@@ -95,8 +95,9 @@ def _wait(
     if failed is None:
         _post(store, f"rank {rank} timed out waiting for ranks {missing}")
     needed = [str(g) for g in wanted if set(g.members) & set(missing)]
+    does = "came later" if rank in missing else "waits for them"
     raise CommError(
-        f"create_groups: ranks {missing} did not come{why}; rank {rank} waits for them to make "
+        f"create_groups: ranks {missing} did not come{why}; rank {rank} {does} to make "
         f"{_shorten(needed)}. Every rank of the world calls create_groups, with the same groups."
         f"{failure_watch.first_failure()}"
     )

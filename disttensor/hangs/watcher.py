@@ -105,7 +105,10 @@ class Watch(threading.Thread):
             address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         else:
-            address, (rank, size) = address_of(default_store()), world()
+            try:
+                address, (rank, size) = address_of(default_store()), world()
+            except AttributeError:  # of another type, as in a simulation, which ends
+                return self.reports
         self.reports, self.world = Reports(*address, f"watch/{attempt()}", rank, size), now
         return self.reports
 

@@ -17,12 +17,13 @@ import pytest
 import torch.distributed as dist
 
 from disttensor import runtime
-from disttensor.comm import failure_watch, reports
-from disttensor.comm.process_group import open_store, read_key
+from disttensor.comm import failure_watch, groups, lone_failure, reports
+from disttensor.comm.process_group import missing_ranks, open_store, read_key
 from disttensor.comm.reports import process_state
+from disttensor.simulate.world import simulated_rank
 from tests.comm.deaths import PROGRAMS
 from tests.support.part import part
-from tests.support.pool import on_ranks
+from tests.support.pool import fake_world, on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 SOME = 2  # of all, in a run
@@ -173,6 +174,72 @@ def test_a_key_that_another_rank_deletes_is_read_whole_or_as_absent(kind, tmp_pa
         finally:
             stop.set()
             thread.join()
+
+
+def test_a_rank_that_comes_after_the_others_have_given_up_gets_their_answer():
+    store = dist.HashStore()
+    assert missing_ranks(store, "place", 0, range(3), 0.1, lambda: True) == [1, 2]
+    for rank in (1, 2):
+        assert missing_ranks(store, "place", rank, range(3), 60.0) == [1, 2]
+
+
+class Beside(SimpleNamespace):
+    """The watcher of rank 1, without its thread."""
+
+    def __init__(self, **more):
+        super().__init__(store=dist.HashStore(), rank=1, size=2, failed="", lost=False, **more)
+
+
+def test_a_group_is_not_made_with_a_member_that_has_ended_since_it_came(monkeypatch):
+    """torch would wait for the member until the time limit."""
+    beside = Beside(failed_rank=lambda ranks: 0, runtime=lambda: None)
+    for key in ("group/name/0", "group/name/0 is here"):
+        beside.store.set(key, "")
+    monkeypatch.setattr(failure_watch, "watcher_of", lambda now: beside)
+    with pytest.raises(RuntimeError, match="one of them has failed"):
+        groups._wait_for_members((0, 1), "", "name", timedelta(seconds=5))
+
+
+def test_an_error_raised_while_an_earlier_one_is_withdrawn_is_posted(monkeypatch):
+    def raised(nth):
+        return lone_failure.Raised((0, 1), 0, nth, "", None, 0.0)
+
+    beside = Beside()
+    now = SimpleNamespace(watcher=beside, raised=raised(1)._replace(mark="a mark"), posted=None)
+
+    def mark():
+        now.raised = raised(2)
+
+    monkeypatch.setattr(lone_failure, "last_runtime", lambda: now)
+    monkeypatch.setattr(lone_failure, "_mark", mark)
+    for _ in range(2):
+        lone_failure._post(beside)
+    assert json.loads(read_key(beside.store, "raised")) == [1, [[0, 1], 0, 2, ""]]
+
+
+@on_ranks(2)
+def test_a_watcher_lives_on_after_a_simulation():
+    now = runtime.current_runtime()
+    watcher = failure_watch.watcher_of(now)
+    with simulated_rank(0, 4, data=True):
+        watcher.submit(lambda store: None).wait()
+        time.sleep(0.2)
+    watcher.submit(lambda store: None).wait()
+    assert watcher.thread.is_alive() and not watcher.stopped.is_set()
+
+
+def test_two_threads_that_enter_a_world_share_its_state(monkeypatch):
+    found = []
+    monkeypatch.setattr(runtime, "clear_caches", lambda: time.sleep(0.2))
+    with fake_world(2):
+        enter = [
+            threading.Thread(target=lambda: found.append(runtime.current_runtime()))
+            for _ in range(2)
+        ]
+        for step in (threading.Thread.start, threading.Thread.join):
+            for thread in enter:
+                step(thread)
+        assert found[0] is found[1] is runtime.current_runtime()
 
 
 class Store:

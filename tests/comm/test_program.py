@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 import disttensor as dt
 from disttensor import runtime
-from disttensor.comm.compare_programs import CALLS, CallFingerprint, difference
+from disttensor.comm import compare_programs
+from disttensor.comm.compare_programs import CALLS, CallFingerprint, CallSignature, difference
 from tests.support.pool import fake_world, on_ranks
 
 
@@ -51,6 +52,48 @@ def test_calls_that_are_no_longer_kept_are_no_difference():
         time.sleep(0.2)
         assert not steps.error, steps.error
     assert [step.number for step in steps.kept] == [1, 2, 3]
+
+
+@on_ranks(2)
+def test_a_rank_that_is_many_steps_ahead_gets_the_error(monkeypatch):
+    """As with an optimizer for each layer. Nothing in these steps waits for the other rank."""
+    start_anew()
+    monkeypatch.setattr(compare_programs, "_PATIENCE", 0.5)
+    mesh = dt.init_mesh((2,), ("dp",))
+    w = dt.ones(4, mesh=mesh, placements=[dt.Shard(0)], requires_grad=True)
+    optimizer = torch.optim.SGD([w], lr=0.1)
+
+    def train(count):
+        for _ in range(count):
+            (w * 2).sum().backward()
+            optimizer.step()
+
+    train(20)
+    if dist.get_rank() == 0:
+        train(20)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            w.mul_(2)
+    with pytest.raises(dt.errors.MismatchError, match="before optimizer step 21 differ"):
+        for _ in range(300):
+            time.sleep(0.1 * (dist.get_rank() == 0))
+            train(1)
+    start_anew()
+
+
+def test_another_thread_may_record_calls_during_a_step():
+    mesh = dt.ProcessMesh([0], ("dp",))
+
+    class Entry:
+        @property
+        def call(self):
+            CALLS.append(self)
+            return CallSignature(str, mesh, 0, "a.py:1")
+
+    with compare_programs.preserve_calls():
+        CALLS.extend([Entry(), Entry()])
+        assert len(compare_programs.recorded_calls()) >= 2
 
 
 def test_a_difference_is_told_by_camps_with_the_lines_of_both():

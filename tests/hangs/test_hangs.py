@@ -14,8 +14,11 @@ from disttensor.hangs import flight
 from disttensor.hangs.diagnosis import diagnose, situation
 from disttensor.hangs.flight import StartedCollective, show_ranks
 from disttensor.hangs.status import WAITS, Status
+from disttensor.hangs.watcher import Watch
+from disttensor.simulate.world import simulated_rank
 from tests.hangs.planted import PROGRAMS
 from tests.support.part import part
+from tests.support.pool import on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 SOME = 4  # of all programs, in a run
@@ -82,6 +85,16 @@ def status(rank, doing=WAITS, **kwargs):
 
 def call(number, words="all_reduce of [8] float", is_done=False, ranks=(0, 1, 2)):
     return StartedCollective("0", list(ranks), number, words, f"b.py:{number}", 5.0, is_done)
+
+
+@on_ranks(2)
+def test_a_simulation_does_not_end_the_watch(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    watch = Watch(1.0)
+    reports = watch._connect()
+    with simulated_rank(0, 4, data=True):
+        assert watch._connect() is reports
+    assert watch._connect() is reports is not None
 
 
 def test_a_rank_that_lags_is_named_with_its_last_call():
