@@ -12,7 +12,8 @@ class Work(Generic[T]):
     """An operation in progress. Do not use the tensors that it was started with before ``wait``.
 
     ``wait`` returns the result of ``finish``, or raises its error; every later ``wait`` does the
-    same. ``into``: the tensor that will hold the result, if it exists already; else None.
+    same. After an interrupt (Ctrl-C) the next ``wait`` waits again. ``into``: the tensor that will
+    hold the result, if it exists already; else None.
     """
 
     __slots__ = ("_done", "_error", "_finish", "_result", "into")
@@ -31,12 +32,12 @@ class Work(Generic[T]):
         return self._finish is None or (self._done is not None and self._done())
 
     def wait(self) -> T:
-        finish, self._finish = self._finish, None
-        if finish is not None:
+        if self._finish is not None:
             try:
-                self._result = finish()
+                self._result = self._finish()
             except Exception as error:
                 self._error = error
+            self._finish = None
         if self._error is not None:
             raise self._error
         return self._result

@@ -19,6 +19,7 @@ from torch import nn
 import disttensor as dt
 from disttensor import Partial, Replicate, Shard
 from disttensor.comm import objects
+from disttensor.comm.work import Work
 from tests.support.part import part
 from tests.support.pool import on_ranks
 
@@ -188,3 +189,17 @@ def test_two_activities_at_a_time_never_take_each_others_messages(
     pairs = [p for p in PAIRS if _make_sense(p)]
     random.Random(1).shuffle(pairs)
     on_ranks(ranks, timeout=400)(run)(tmp_path, part(pairs, 30, ranks))
+
+
+def test_a_wait_that_was_interrupted_waits_again() -> None:
+    interrupts = [KeyboardInterrupt()]
+
+    def finish() -> int:
+        if interrupts:
+            raise interrupts.pop()
+        return 5
+
+    work = Work(finish)
+    with pytest.raises(KeyboardInterrupt):
+        work.wait()
+    assert not work.done() and work.wait() == work.wait() == 5
