@@ -63,6 +63,7 @@ def main(
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _raise)
     logging.disable(logging.ERROR)
+    os.environ["DISTTENSOR_PARENT"] = str(os.getpid())  # it may end before a rank has started
     os.environ.setdefault("PYTHONHASHSEED", "0")  # a set of names has one order on all ranks
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     try:

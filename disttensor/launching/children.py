@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from disttensor.comm.process_group import open_store
 from disttensor.errors import RankError
-from disttensor.launching.rank import LEFT_GROUPS
+from disttensor.launching.rank import ENDS, LEFT_GROUPS
 from disttensor.runtime import current_runtime
 
 GRACE = 6.0  # seconds after a symptom in which its cause may be reported
@@ -77,16 +77,21 @@ class Children:
         """Starts a rank: the process that ``start`` returns for its end of a connection. Returns
         this end in a fork, and None in this process."""
         here, there = Pipe()
-        process = start(there)
-        if process.pid == 0:
-            gc.freeze()  # the parent's garbage may refer to threads that a fork does not have
-            self.kept = list(LEFT_GROUPS)  # never read: destructors of groups must not run here
-            for connection in (here, *self.connections.values()):
-                connection.close()
-            return there
-        there.close()
-        self.processes[rank], self.connections[rank] = process, here
-        return None
+        parent, before = os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)
+        try:
+            process = start(there)
+            if process.pid == 0:
+                gc.freeze()  # the parent's garbage may refer to threads that a fork does not have
+                self.kept = list(LEFT_GROUPS)  # never read: destructors of groups must not run here
+                for connection in (here, *self.connections.values()):
+                    connection.close()
+                return there
+            there.close()
+            self.processes[rank], self.connections[rank] = process, here
+            return None
+        finally:
+            if os.getpid() == parent:  # a Ctrl-C in the fork would run the rest of the program
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def start_store(self) -> int:
         """Starts the store of the world, and sends its port to all ranks. Returns the port."""

@@ -34,7 +34,7 @@ from disttensor.torch_private import process_groups
 # Process groups of worlds that were left. A fork keeps them: it does not have their threads, for
 # which their destructors would wait.
 LEFT_GROUPS: weakref.WeakSet[Any] = weakref.WeakSet()
-
+ENDS = frozenset((signal.SIGINT, signal.SIGTERM))  # blocked from a fork to ``become_rank``
 
 # A line with its end. A progress bar ends each of its lines by a carriage return.
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)")
@@ -97,6 +97,7 @@ def become_rank(rank: int, size: int, parent: int, connection: Connection) -> No
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)
     vars(sys).pop("last_value", None)  # an earlier error of the parent
     torch.set_num_threads(1)  # the threads of OpenMP do not survive a fork
     if not isinstance(sys.stdout, io.TextIOWrapper):  # in a notebook, which shows each write

@@ -119,7 +119,7 @@ def run_command(command: list[str]) -> None:
 
 
 def main(command: list[str]) -> None:
-    end_with_parent(os.getppid())
+    end_with_parent(int(os.environ.get("DISTTENSOR_PARENT", os.getppid())))
     sys.excepthook = _hook
     try:
         run_command(command)

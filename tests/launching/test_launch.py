@@ -102,6 +102,25 @@ def test_output_of_ranks_is_written_before_their_parent_ends_them() -> None:
     assert forked.run(program) == (0, "line\n" * 2)
 
 
+def test_ctrl_c_in_a_new_fork_does_not_run_the_rest_of_the_program() -> None:
+    def program() -> None:
+        fork = os.fork
+
+        def interrupted() -> int:
+            pid = fork()
+            if pid == 0:
+                os.kill(os.getpid(), signal.SIGINT)
+            return pid
+
+        os.fork = interrupted
+        try:
+            print(dt.launch(double, 2, (1.5,)))
+        finally:
+            print("the end")
+
+    assert forked.run(program) == (0, "[3.0, 3.0]\nthe end\n")
+
+
 class Pieces(io.StringIO):
     """A stream that keeps what each write has written."""
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from disttensor import doctor, run
 from disttensor.dispatch import native
+from disttensor.launching import script
 from tests.support import forked
 
 FAILING = """
@@ -50,13 +54,22 @@ def test_the_first_error_is_printed_once(
     assert "runpy" not in out and "script.py" not in out, out
 
 
+def test_a_rank_ends_whose_launcher_has_ended_before_it_started(tmp_path: Path) -> None:
+    launcher = subprocess.Popen([sys.executable, "-c", ""])
+    launcher.wait()
+    (tmp_path / "rank.py").write_text("import time\ntime.sleep(60)")
+    command = [sys.executable, script.__file__, str(tmp_path / "rank.py")]
+    env = {**os.environ, "DISTTENSOR_PARENT": str(launcher.pid)}
+    assert subprocess.run(command, env=env, timeout=40).returncode == 1
+
+
 def test_a_restarted_rank_prints_its_error_itself(tmp_path: Path) -> None:
     """The launcher knows the error of the last attempt only."""
-    script = tmp_path / "once.py"
-    script.write_text(
+    once = tmp_path / "once.py"
+    once.write_text(
         "import os\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': raise ValueError('once')"
     )
-    code, out = forked.run(lambda: run.main(["--nproc=1", "--max-restarts=1", str(script)]))
+    code, out = forked.run(lambda: run.main(["--nproc=1", "--max-restarts=1", str(once)]))
     assert code == 0 and out.count("ValueError: once") == 1, out
 
 
