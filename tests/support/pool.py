@@ -133,7 +133,12 @@ def fake_world(size: int, rank: int = 0) -> Iterator[None]:
 
 
 def _silent(body: Callable[..., object], args: Any, kwargs: Any) -> None:
-    body(*args, **kwargs)
+    try:
+        body(*args, **kwargs)
+    finally:  # the next body runs in the same process
+        for fixture in (*args, *kwargs.values()):
+            if isinstance(fixture, pytest.MonkeyPatch):
+                fixture.undo()
 
 
 class Pool:

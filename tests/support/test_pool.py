@@ -56,6 +56,16 @@ def test_every_call_starts_from_the_same_seed() -> None:
     assert torch.equal(first[0], second[0]) and torch.equal(first[0], first[1])
 
 
+def test_what_a_body_has_patched_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    @on_ranks(2)
+    def body(monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(time, "sleep", None)
+        monkeypatch.setenv("PATCHED", "1")
+
+    body(monkeypatch)
+    assert run_on_ranks(2, lambda: time.sleep is None or "PATCHED" in os.environ) == [False] * 2
+
+
 def test_functions_without_a_name_travel() -> None:
     offset = 10
     assert run_on_ranks(2, lambda step=1: dist.get_rank() * step + offset) == [10, 11]
