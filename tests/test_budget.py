@@ -60,7 +60,7 @@ LINES = {
     "meta": 152,
     "nn": 926,
     "ops": 9_076,
-    "optim": 447,
+    "optim": 860,
     "parallel": 860,
     "patches": 1_480,
     "pieces": 625,

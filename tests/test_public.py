@@ -49,7 +49,7 @@ MODULES = {
     "disttensor.integrations": [
         "lightning_strategy", "one_process", "shard_accelerator", "shard_trainer",
     ],
-    "disttensor.optim": ["shard_scaler"],
+    "disttensor.optim": ["own", "shard_scaler"],
     "disttensor.pipeline": [
         "Action", "Costs", "Event", "Recorder", "Schedule", "Split", "Tick", "Timeline",
         "dualpipev", "gpipe", "interleaved_1f1b", "interleaved_zero_bubble", "named", "never_skip",

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from disttensor.api.create import empty
 from disttensor.api.shard import shard_tensor
 from disttensor.nn.names import close_to
+from disttensor.optim.owners import like_state
 from disttensor.pytree import Path, map_paths
 from disttensor.tensor.checkpointable import spec_of_boxes
 from disttensor.tensor.dist_tensor import DistTensor
@@ -55,7 +56,11 @@ def collect(key: str, x: Any, names: Mapping[int, str], tensors: Tensors) -> Any
     if isinstance(x, Optimizer):
         options = [{k: v for k, v in g.items() if k not in _LISTS} for g in x.param_groups]
         params = [p for group in x.param_groups for p in group["params"]]
-        held = {_name(p, names, key): (_ranks(p), x.state[p]) for p in params if p in x.state}
+        held = {
+            _name(p, names, key): (_ranks(like_state(x, p)), x.state[p])
+            for p in params
+            if p in x.state
+        }
         return {
             "kind": "optimizer",
             "params": [[_name(p, names, key) for p in group["params"]] for group in x.param_groups],
@@ -333,7 +338,7 @@ def _restore_optimizer(
     for group, there in zip(x.param_groups, listed, strict=True):
         for p, name in zip(group["params"], there, strict=True):
             if name in saved["state"]:
-                like = _state_like(p.detach(), x.state.get(p, {}))
+                like = _state_like(like_state(x, p).detach(), x.state.get(p, {}))
                 state[p] = _fill(saved["state"][name], f"{key}.state.{name}", tensors, like)
 
     def put() -> None:

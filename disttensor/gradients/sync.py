@@ -3,8 +3,8 @@ the others in flat collectives, one for each set of axes and bucket of at most B
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -24,6 +24,7 @@ from disttensor.tensor.reshard import resharded
 from disttensor.tensor.uses import aliases_of_leaf
 
 Tensor = torch.Tensor
+T = TypeVar("T")
 
 _ADOPTS = "disttensor_settles"  # marks a leaf whose gradients are moved to their place
 BUCKET_BYTES = 32 * 2**20  # of one flat reduction, unless a single gradient is larger
@@ -89,16 +90,21 @@ def buckets(params: Iterable[Any]) -> Iterator[list[Pending]]:
         key = spec.mesh, axes, spec.dtype, grad.local.requires_grad
         by_axes.setdefault(key, []).append(Pending(number, p, grad, slot))
     for (_, _, dtype, _), members in by_axes.items():
-        bucket: list[Pending] = []
-        size = 0
-        for member in members:
-            bytes_here = member.slot.numel * dtype.itemsize
-            if bucket and size + bytes_here > BUCKET_BYTES:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(member)
-            size += bytes_here
-        yield bucket
+        yield from in_buckets(members, lambda m, dtype=dtype: m.slot.numel * dtype.itemsize)
+
+
+def in_buckets(members: Iterable[T], nbytes: Callable[[T], int]) -> Iterator[list[T]]:
+    """Yields the members in lists of at most BUCKET_BYTES, unless a single member is larger."""
+    bucket: list[T] = []
+    size = 0
+    for member in members:
+        bytes_here = nbytes(member)
+        if bucket and size + bytes_here > BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(member)
+        size += bytes_here
+    yield bucket
 
 
 @cached(4096)

@@ -1,8 +1,10 @@
-"""Clipping and loss scaling over all meshes, and hooks before an optimizer's step.
+"""Clipping and loss scaling over all meshes, hooks before an optimizer's step, and owners of whole
+matrices.
 
 Not here: the rules of the optimizers' own functions (``ops.foreach``).
 """
 
 from disttensor.optim.grad_scaler import shard_scaler
+from disttensor.optim.owned_step import own
 
-__all__ = ["shard_scaler"]
+__all__ = ["own", "shard_scaler"]

@@ -12,6 +12,7 @@ import torch
 
 from disttensor.comm import compare_programs
 from disttensor.gradients.sync import sync_gradients
+from disttensor.optim.owners import owners_of
 from disttensor.tensor.dist_tensor import DistTensor
 
 
@@ -34,12 +35,14 @@ def check_fresh(params: Iterable[Any], who: str) -> None:
 
 def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     """Runs before every optimizer step. If the step has a closure, gradients are reduced after each
-    call of it too."""
+    call of it too. Gradients of parameters with an owner are reduced in the step, on the owner."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     name = type(optimizer).__name__
     check_fresh(params, name)
     if DistTensor in map(type, params):
         compare_programs.at_step(f"{name}.step")
+    owned = owners_of(optimizer)
+    params = [p for p in params if id(p) not in owned]
     sync_gradients(params)
 
     def then_sync(closure: Callable[[], Any]) -> Callable[[], Any]:

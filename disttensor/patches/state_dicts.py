@@ -15,6 +15,7 @@ from disttensor.api.shard import shard_tensor
 from disttensor.comm import objects
 from disttensor.core.mesh import ProcessMesh
 from disttensor.meta import execute
+from disttensor.optim.owners import like_state
 from disttensor.pytree import substitute
 from disttensor.tensor.checkpointable import spec_of_boxes
 from disttensor.tensor.dist_tensor import DistTensor, wrap
@@ -148,7 +149,8 @@ def wrap_state_dict_fn(original: Any) -> Any:
         def loaded(state_dict: Any) -> None:
             call(state_dict)
             for p in list(of.state):
-                if isinstance(p, DistTensor) and not p.is_initialized:
+                held = like_state(of, p)
+                if isinstance(held, DistTensor) and not held.is_initialized:
                     del of.state[p]
 
         return saved if api == "state_dict" else loaded
@@ -161,6 +163,7 @@ def _by_mesh(optimizer: torch.optim.Optimizer) -> Iterator[tuple[ProcessMesh, li
     same order on all ranks."""
     found: dict[ProcessMesh, list[int]] = {}
     for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-        if isinstance(p, DistTensor) and objects.other_ranks(p.spec.mesh.root.ranks):
-            found.setdefault(p.spec.mesh, []).append(i)
+        held = like_state(optimizer, p)
+        if isinstance(held, DistTensor) and objects.other_ranks(held.spec.mesh.root.ranks):
+            found.setdefault(held.spec.mesh, []).append(i)
     return iter(found.items())
