@@ -3,7 +3,7 @@ the others in flat collectives, one for each set of axes and bucket of at most B
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -90,15 +90,14 @@ def buckets(params: Iterable[Any]) -> Iterator[list[Pending]]:
         key = spec.mesh, axes, spec.dtype, grad.local.requires_grad
         by_axes.setdefault(key, []).append(Pending(number, p, grad, slot))
     for (_, _, dtype, _), members in by_axes.items():
-        yield from in_buckets(members, lambda m, dtype=dtype: m.slot.numel * dtype.itemsize)
+        yield from in_buckets(members, [m.slot.numel * dtype.itemsize for m in members])
 
 
-def in_buckets(members: Iterable[T], nbytes: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yields the members in lists of at most BUCKET_BYTES, unless a single member is larger."""
+def in_buckets(members: Sequence[T], nbytes: Sequence[int]) -> Iterator[list[T]]:
+    """Yields members, of ``nbytes`` each, in lists of at most BUCKET_BYTES, or of one member."""
     bucket: list[T] = []
     size = 0
-    for member in members:
-        bytes_here = nbytes(member)
+    for member, bytes_here in zip(members, nbytes, strict=True):
         if bucket and size + bytes_here > BUCKET_BYTES:
             yield bucket
             bucket, size = [], 0

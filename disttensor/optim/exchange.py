@@ -15,7 +15,7 @@ from disttensor.cache import cached
 from disttensor.comm import collectives
 from disttensor.comm.process_group import world
 from disttensor.comm.work import Work
-from disttensor.core.layout import Axes
+from disttensor.core.layout import Axes, Box
 from disttensor.core.mesh import ProcessMesh
 from disttensor.core.spec import DistSpec
 from disttensor.gradients.sync import in_buckets
@@ -64,7 +64,7 @@ def _buckets(moves: Sequence[Move]) -> Iterator[list[int]]:
     for i, move in enumerate(moves):
         alike.setdefault((move.mesh, move.src.dtype), []).append(i)
     for members in alike.values():
-        yield from in_buckets(members, lambda i: moves[i].src.nbytes)
+        yield from in_buckets(members, [moves[i].src.nbytes for i in members])
 
 
 @cached(8192)
@@ -92,10 +92,9 @@ def _start(numbers: list[int], moves: Sequence[Move]) -> _Bucket:
     sends: dict[int, list[Tensor]] = {member: [] for member in group.ranks}
     received = dict.fromkeys(group.ranks, 0)
     for i, summands in zip(numbers, routes, strict=True):
-        local = moves[i].local
         for one in summands:
-            for to, box in one.sends if local is not None and one.source else ():
-                sends[to].append(box.cut(local.detach(), one.source).reshape(-1))
+            for to, box in one.sends:
+                sends[to].append(_cut(box, moves[i], one))
             for sender, box in one.receives:
                 received[sender] += box.numel
     sent = [sum(map(torch.numel, parts)) for parts in sends.values()]
@@ -106,6 +105,12 @@ def _start(numbers: list[int], moves: Sequence[Move]) -> _Bucket:
     return _Bucket(
         numbers, routes, arrive, begin(collectives.all_to_all_rows, x, sent, arrive, group)
     )
+
+
+def _cut(box: Box, move: Move, routes: Routes) -> Tensor:
+    """Returns the elements of ``box`` of this rank's local, flat."""
+    assert move.local is not None and routes.source is not None
+    return box.cut(move.local.detach(), routes.source).reshape(-1)
 
 
 @torch.no_grad()
@@ -122,8 +127,8 @@ def _finish(bucket: _Bucket, moves: Sequence[Move], out: list[Tensor]) -> None:
         result = torch.empty(target.shape, dtype=wide, device=mesh.device)
         for n, one in enumerate(summands):
             pieces = []
-            if one.kept and one.source:
-                pieces.append((one.kept, one.kept.cut(moves[i].local, one.source)))
+            if one.kept:
+                pieces.append((one.kept, _cut(one.kept, moves[i], one).view(one.kept.shape)))
             for sender, box in one.receives:
                 mine, parts[sender] = parts[sender].split(
                     [box.numel, len(parts[sender]) - box.numel]

@@ -157,10 +157,7 @@ def _arrive(optimizer: Optimizer) -> Owned:
         value, grad = next(arrived), next(arrived)
         brought = {id(x): next(arrived) for x in state}
         if p in optimizer.state:
-            optimizer.state[p] = substitute(
-                optimizer.state[p],
-                lambda x, b=brought, owner=owner: _as_state(b.get(id(x), x), x, owner),
-            )
+            optimizer.state[p] = _on_owner(optimizer.state[p], owner, brought)
         q = None
         if owner.coordinate is not None:
             q = nn.Parameter(value, p.requires_grad)
@@ -193,17 +190,20 @@ def _replaced(optimizer: Optimizer, owned: Owned) -> Iterator[None]:
             group["params"] = params
         for p, owner, q in states:
             if q in optimizer.state:
-                optimizer.state[p] = substitute(
-                    optimizer.state.pop(q), lambda x, owner=owner: _as_state(x, x, owner)
-                )
+                optimizer.state[p] = _on_owner(optimizer.state.pop(q), owner, {})
 
 
-def _as_state(local: Tensor, x: Tensor, owner: ProcessMesh) -> Tensor:
-    """Returns a tensor x of the state on the mesh of the owner, where it is ``local``. A regular
-    number, as the step, stays."""
-    if local is x and (isinstance(x, DistTensor) or not x.ndim):
-        return x
-    return state_on_owner(local, DistSpec(owner, replicated(x.ndim), x.shape, x.dtype))
+def _on_owner(state: Any, owner: ProcessMesh, brought: dict[int, Tensor]) -> Any:
+    """Returns the state of a parameter with its tensors on the mesh of the owner. ``brought``: id
+    of a DistTensor that was elsewhere -> its local there. Numbers, as the step, stay."""
+
+    def placed(x: Tensor) -> Tensor:
+        if id(x) not in brought and (isinstance(x, DistTensor) or not x.ndim):
+            return x
+        spec = DistSpec(owner, replicated(x.ndim), x.shape, x.dtype)
+        return state_on_owner(brought.get(id(x), x), spec)
+
+    return substitute(state, placed)
 
 
 @contextmanager

@@ -35,7 +35,8 @@ class Owners:
     def deal(self, params: Iterable[Tensor]) -> None:
         """Gives each new chosen parameter an owner: the most costly first, each to the rank of its
         mesh that has least to do."""
-        new = [p for p in params if id(p) not in self.of and _can_be_owned(p) and self.choose(p)]
+        held = [p for p in params if isinstance(p, DistTensor) and id(p) not in self.of]
+        new = [p for p in held if _can_be_owned(p) and self.choose(p)]
         for p in sorted(new, key=_cost, reverse=True):
             mesh = p.spec.mesh.root
             rank = min(mesh.ranks, key=lambda r: self.cost.get(r, 0))
@@ -43,11 +44,10 @@ class Owners:
             self.of[id(p)] = p, ProcessMesh([rank], ("owner",), mesh.device_type)
 
 
-def _can_be_owned(p: Tensor) -> bool:
+def _can_be_owned(p: DistTensor) -> bool:
     """Returns True if several ranks hold p, each a box of its value."""
-    if not isinstance(p, DistTensor) or p.spec.mesh.root.size == 1:
-        return False
-    return not p.spec.layout.custom and not p.spec.layout.partial
+    layout = p.spec.layout
+    return p.spec.mesh.root.size > 1 and not layout.custom and not layout.partial
 
 
 def _cost(p: Tensor) -> int:
