@@ -489,6 +489,7 @@ BAD: dict[str, dict[str, str]] = {
         "accelerator": "None 3 lin()", "strategy": "None 3 'dp'"},
     "dt.integrations.shard_trainer(lin(),dt.Strategy())": {
         "trainer": "None 3 lin()", "strategy": "None 3 'dp'"},
+    "dt.optim.own(torch.optim.SGD([t],lr=0.1))": {"optimizer": "None 3 t", "choose": FUNCTION},
     "dt.optim.shard_scaler(torch.amp.GradScaler('cpu'))": {"scaler": "None 3 t"},
     "dt.shard_tensor(t,grid(),(S0,R))": {
         "data": "None 'abc' [[1],[1,2]]", "mesh": f"None {MESH}", "placements": PLACED,

@@ -56,11 +56,7 @@ def collect(key: str, x: Any, names: Mapping[int, str], tensors: Tensors) -> Any
     if isinstance(x, Optimizer):
         options = [{k: v for k, v in g.items() if k not in _LISTS} for g in x.param_groups]
         params = [p for group in x.param_groups for p in group["params"]]
-        held = {
-            _name(p, names, key): (_ranks(like_state(x, p)), x.state[p])
-            for p in params
-            if p in x.state
-        }
+        held = {_name(p, names, key): (_ranks(x, p), x.state[p]) for p in params if p in x.state}
         return {
             "kind": "optimizer",
             "params": [[_name(p, names, key) for p in group["params"]] for group in x.param_groups],
@@ -93,12 +89,13 @@ def _own_state(x: Optimizer) -> dict[str, Any]:
     return {"state": {k: v for k, v in x.state.items() if not isinstance(k, Tensor)}, "more": more}
 
 
-def _ranks(p: Tensor) -> tuple[int, ...] | None:
+def _ranks(optimizer: Optimizer, p: Tensor) -> tuple[int, ...] | None:
     """Returns the ranks that have the state of p (a rank outside its mesh may have none, or an old
     one); (): all ranks. None if this rank is not among them."""
-    if not isinstance(p, DistTensor):
+    held = like_state(optimizer, p)
+    if not isinstance(held, DistTensor):
         return ()
-    return p.process_mesh.root.ranks if p.is_initialized else None
+    return held.process_mesh.root.ranks if held.is_initialized else None
 
 
 def _name(p: Tensor, names: Mapping[int, str], key: str) -> str:

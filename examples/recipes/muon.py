@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import disttensor as dt
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # of gpt.py
-from gpt import GPT, GPTConfig  # noqa: E402
+from gpt import GPT, GPTConfig
 
 COLUMN, ROW = {"tp": dt.Shard(0)}, {"tp": dt.Shard(1)}
 PLAN = {
