@@ -320,6 +320,19 @@ def _words_of(state: torch.Tensor) -> Any:
         return _Words.from_address(state.data_ptr())
 
 
+_foreach_devices: Callable[[], list[str]] = need(
+    "to simulate optimizers of another device", optimizer,
+    "_get_foreach_kernels_supported_devices",
+)  # fmt: skip
+
+
+def update_lists_on(device_type: str) -> None:
+    """Lets optimizers update lists of parameters (foreach) on this type of device by default."""
+    optimizer._get_foreach_kernels_supported_devices = lambda: [
+        *_foreach_devices(), device_type,
+    ]  # fmt: skip
+
+
 # Modes --------------------------------------------------------------------------------------------
 
 autocast_is_on: Callable[[], bool] = need(

@@ -237,7 +237,8 @@ def _is_elementwise(f: Factors) -> bool:
 
 def _one_element(f: Factors | None, tensors: Sequence[Arg]) -> list[tuple[int, ...]]:
     """Returns shapes of small tensors of the same call: one element along each dim that may be
-    split, and if the tensors would be large, along each dim."""
+    split. If the tensors would be large, 12 elements along each other dim of matrices, which 3 and
+    4 gates divide (torch's GRU does not check them), and one along each dim of others."""
     shapes = [t.shape for t in tensors]
     if f is not None:
         whole = {None, *f.unsplittable}
@@ -246,7 +247,8 @@ def _one_element(f: Factors | None, tensors: Sequence[Arg]) -> list[tuple[int, .
             for dims, t in zip(f.inputs, tensors, strict=True)
         ]
     if sum(map(_numel, shapes)) > _MOST:
-        shapes = [tuple([min(n, 1) for n in t.shape]) for t in tensors]
+        most = [12 if f is not None and t.ndim < 3 else 1 for t in tensors]
+        shapes = [tuple([min(n, m) for n in s]) for s, m in zip(shapes, most, strict=True)]
     return shapes
 
 

@@ -549,7 +549,7 @@ BAD: dict[str, dict[str, str]] = {
         "name": "None 3", "peak": "None 3 {'f':1.0} {torch.float32:-1}",
         **dict.fromkeys(("bandwidth", "efficiency", "sharing"), "None 'x' 0 -1"),
         **dict.fromkeys(("launch", "visit", "post", "gradient"), "None 'x' -1"),
-        "memory": "'x' 0 -1", "asynchronous": f"None {FLAGS}",
+        "memory": "'x' 0 -1", "type": "None 3 'gpu'",
         "tiles": "None 3 (1,) (0,1) ('a',1)",
         "kernels": "None 3 {'a':1.0} {('a',torch.float32):-1}"},
     "dt.fsdp.unshard(M)": {"module": MODULE},

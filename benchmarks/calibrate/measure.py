@@ -56,7 +56,7 @@ def measure(seconds: float = 0.2, together: bool = False) -> Device:
     source, target = torch.ones(_COPIED), torch.empty(_COPIED)
     bandwidth = 2 * source.nbytes / _fastest(lambda: target.copy_(source), seconds)
     found = Device(
-        name="cpu", peak=peak, bandwidth=bandwidth, efficiency=1.0, asynchronous=False,
+        name="cpu", peak=peak, bandwidth=bandwidth, efficiency=1.0, type="cpu",
         sharing=max(1.0, _ranks_here() * torch.get_num_threads() / len(os.sched_getaffinity(0))),
         tiles=_TILES,
     )  # fmt: skip

@@ -17,7 +17,6 @@ import torch
 
 from disttensor.checks import (
     argument_error,
-    check_bool,
     check_dtype,
     check_duration,
     check_int,
@@ -41,7 +40,7 @@ class Device:
         memory: bytes of its memory; None: not known
         launch: time of the host for a kernel
         efficiency: the part of the peak that matrix products reach
-        asynchronous: whether the host runs ahead of the device, or waits for each kernel
+        type: "cuda", or "cpu", whose host waits for each kernel. Torch chooses kernels by it
         sharing: ranks per physical device. While k of them compute, each runs at 1/k speed
         visit: time of the host for a forward or backward of a micro-batch in a pipeline run
         post: time of the host for a collective, and for sending or receiving a message
@@ -63,7 +62,7 @@ class Device:
     memory: float | None = None
     launch: float = 5e-6
     efficiency: float = 0.5
-    asynchronous: bool = True
+    type: str = "cuda"
     sharing: float = 1.0
     visit: float = 2e-4
     post: float = 5e-5
@@ -84,13 +83,19 @@ class Device:
             check_positive("Device: memory", self.memory, "a number of bytes")
         for name in ("launch", "visit", "post", "gradient"):
             check_duration(f"Device: {name}", getattr(self, name))
-        check_bool("Device: asynchronous", self.asynchronous)
+        if self.type not in ("cuda", "cpu"):
+            raise argument_error("Device: type", self.type, '"cuda" or "cpu"', ValueError)
         if len(check_shape("Device: tiles", self.tiles, 1)) != 2:
             raise argument_error("Device: tiles", self.tiles, "a pair of sizes", ValueError)
         check_type("Device: kernels", self.kernels, Mapping, _KERNELS)
         for kernel, times in self.kernels.items():
             check_type("Device: kernels: key", kernel, tuple, _KERNELS)
             check_positive(f"Device: kernels of {kernel}", times, _KERNELS)
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether the host runs ahead of the device."""
+        return self.type != "cpu"
 
     @property
     def backend(self) -> str:

@@ -49,13 +49,15 @@ class Kind:
         return sum(e.flops for e in self.events if isinstance(e, Op))
 
     @property
+    def model_ops(self) -> list[Op]:
+        """The operators with FLOPs of forwards and backwards, without those that run again."""
+        ops = [e for e in self.events if isinstance(e, Op) and e.flops]
+        return [op for op in ops if not op.again and op.phase != "optimizer"]
+
+    @property
     def model_flops(self) -> int:
         """The FLOPs of forwards and backwards, without those that are computed again."""
-        return sum(
-            e.flops
-            for e in self.events
-            if isinstance(e, Op) and not e.again and e.phase != "optimizer"
-        )
+        return sum(op.flops for op in self.model_ops)
 
     @cached_property
     def layers(self) -> Flops:

@@ -211,7 +211,7 @@ class Search:
         try:
             found = probe(
                 self.build_with, strategy, self.world, self.values, self.network.ranks_per_node,
-                self.device.backend,
+                self.device,
             )  # fmt: skip
         except Exception as error:
             return _refusal(error)

@@ -12,6 +12,7 @@ from disttensor.core.placement import Placement
 from disttensor.parallel.strategy import Strategy
 from disttensor.pipeline.partition import elements, named_layers
 from disttensor.simulate.child import Child
+from disttensor.simulate.devices import Device
 from disttensor.simulate.events import Event, Visit
 from disttensor.simulate.layers import ModuleCall
 from disttensor.simulate.memory import Held
@@ -76,7 +77,7 @@ class Probe:
 
 def probe(
     build_with: Callable[[Strategy], Callable[[], Any]], strategy: Strategy, world: int,
-    values: Values, ranks_per_node: int, backend: str,
+    values: Values, ranks_per_node: int, device: Device,
 ) -> Probe:  # fmt: skip
     """Runs the program as rank 0. Raises any exception of the program."""
     observed = _ObservedStrategy.of(strategy)
@@ -92,7 +93,7 @@ def probe(
         calls.extend(recorder.layers.calls)
 
     child: Child[Probe] = start_rank(
-        program, 0, world, values, ranks_per_node, backend,
+        program, 0, world, values, ranks_per_node, device,
         result=lambda run, _: observed.probe(Strategy(), run, calls),
     )  # fmt: skip
     return replace(child.result(), strategy=strategy)

@@ -17,10 +17,11 @@ from torch.optim.optimizer import (
 )
 
 from disttensor.errors import SimulationError, name_of, user_line
-from disttensor.pytree import collect
+from disttensor.pytree import collect, substitute
 from disttensor.simulate import shapes
 from disttensor.simulate.events import Event, Op
 from disttensor.simulate.fake_collectives import FakeCollectives
+from disttensor.simulate.flop_formulas import flop_formula, is_cheap
 from disttensor.simulate.kinds import DifferenceLog
 from disttensor.simulate.layers import Layers
 from disttensor.simulate.memory import Held, MemoryChange, MemoryLog
@@ -50,7 +51,22 @@ _is_composite = cache(is_composite)
 
 def _decomposes(func: Any) -> bool:
     """Returns True for an operator that consists of others, unless torch has a formula for it."""
-    return _is_composite(func) and shapes.flop_formula(func) is None
+    return _is_composite(func) and flop_formula(func) is None
+
+
+@cache
+def _writes_lists(func: Any) -> bool:
+    """Returns True for an operator that writes to lists of tensors and has no result."""
+    return func._schema.is_mutable and not func._schema.returns
+
+
+def _is_known(args: Any) -> bool:
+    """Returns True if all tensors are single numbers with data."""
+    return all(t.ndim == 0 and _data_of(t) is not None for t in collect(args, []))
+
+
+def _data_of(t: Tensor) -> Tensor | None:
+    return t.constant if isinstance(t, FakeTensor) else t
 
 
 class StepRecorder(TorchDispatchMode):
@@ -80,6 +96,7 @@ class StepRecorder(TorchDispatchMode):
         self._optimizing = 0
         self._collectives = FakeCollectives(self._note, self.phase)
         self.updates: Counter[str] = Counter()  # of the step, by class of optimizer
+        self.unknown: dict[str, str] = {}  # operators without a formula, and their first lines
         self.first: Any = None  # the first optimizer
         self.steps = 0  # updates of the first optimizer
         self.after_step: Callable[[], None] = lambda: None
@@ -193,6 +210,12 @@ class StepRecorder(TorchDispatchMode):
             return func(*args, **kwargs) if data else self._communicate(func, args, kwargs)
         if self.mode is not None and func in _READS:
             return self._read(func, args, kwargs)
+        if func.is_view and torch.is_inference_mode_enabled() and not args[0].is_inference():
+            with torch.inference_mode(False), torch.no_grad():  # such a view is no inference tensor
+                return self.__torch_dispatch__(func, types, args, kwargs)
+        if self.mode is not None and _writes_lists(func) and _is_known(args):
+            with no_dispatch():  # the counters of steps, which the host keeps
+                return func(*substitute(args, _data_of), **kwargs)
         if self.mode is not None and func.is_view and type(args[0]) is not FakeTensor:
             with no_dispatch():  # a view of a tensor with data has data, too
                 return func(*args, **kwargs)
@@ -224,6 +247,8 @@ class StepRecorder(TorchDispatchMode):
             if self.recording:
                 name = func._overloadpacket.__name__
                 layer, again = self.layers.layer_now() if cost.flops else ("", False)
+                if not (cost.flops or flop_formula(func) or is_cheap(func)):
+                    self.unknown.setdefault(name, user_line())
                 self._note(Op(
                     name, cost.flops, cost.nbytes, cost.dtype, phase, user_line(), layer,
                     cost.causal, again,

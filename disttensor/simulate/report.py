@@ -64,19 +64,12 @@ class Report:
 
     @property
     def utilisation(self) -> float:
-        """The model FLOPs utilisation, from 0 to 1. It is the FLOPs of forwards and backwards,
-        without those that are computed again, divided by the peak FLOPs of the devices in this time
-        (Chowdhery et al., "PaLM", 2022, appendix B)."""
-        by: Counter[str] = Counter()
-        for k in self.kinds:
-            for dtype, n in k.flops_by("dtype").items():
-                by[dtype] += n * len(k.ranks)
-        peaks = {str(dtype): peak for dtype, peak in self.device.peak.items()}
-        if not by or not self._time:
-            return 0.0
-        model = self._sum(lambda k: k.model_flops)
-        devices = self._time / self.device.sharing
-        return model / (devices * peaks[by.most_common(1)[0][0]])
+        """The model FLOPs utilisation, from 0 to 1: the time of the FLOPs of forwards and
+        backwards, without those that are computed again, at the peak of their dtypes, as a part of
+        the devices' time (Chowdhery et al., "PaLM", 2022, appendix B)."""
+        peak = self.device.peak
+        shortest = self._sum(lambda k: sum(op.flops / peak[op.dtype] for op in k.model_ops))
+        return self.device.sharing * shortest / self._time if self._time else 0.0
 
     @property
     def flops(self) -> int:

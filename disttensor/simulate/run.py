@@ -104,9 +104,7 @@ def simulate_program(
 
         def start(rank: int, few: bool) -> Child[tuple[RankRun, Differences]]:
             advance(note=f"rank {rank} of {world}")
-            return start_rank(
-                program, rank, world, values, network.ranks_per_node, device.backend, few
-            )
+            return start_rank(program, rank, world, values, network.ranks_per_node, device, few)
 
         runner = Runner(start, collect_garbage)
         found = runner.kinds(world, wanted, network.ranks_per_node)

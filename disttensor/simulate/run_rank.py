@@ -20,13 +20,16 @@ import torch.distributed as dist
 from disttensor import callbacks, errors
 from disttensor.errors import SimulationError, user_line
 from disttensor.simulate.child import Child
+from disttensor.simulate.device_type import choose_as_on
+from disttensor.simulate.devices import Device
 from disttensor.simulate.events import Collective, Message, Op
+from disttensor.simulate.flop_formulas import formulas
 from disttensor.simulate.kinds import Differences
 from disttensor.simulate.rank_reads import watch_rank_reads
 from disttensor.simulate.rank_run import RankRun, cut_step
 from disttensor.simulate.recorder import StepRecorder, Values
 from disttensor.simulate.scratch_files import ScratchFiles
-from disttensor.simulate.shapes import add_known, count_known, formulas, known_since
+from disttensor.simulate.shapes import add_known, count_known, known_since
 from disttensor.simulate.stand_ins import replace_functions
 from disttensor.simulate.templates import few
 from disttensor.simulate.world import fake, simulated_rank
@@ -104,7 +107,7 @@ def _exit_of(error: SystemExit) -> str:
 
 
 def start_rank(
-    program: Program, rank: int, world: int, values: Values, ranks_per_node: int, backend: str,
+    program: Program, rank: int, world: int, values: Values, ranks_per_node: int, device: Device,
     is_short: bool = False, result: Callable[[RankRun, Differences], Any] = lambda *both: both,
 ) -> Child[Any]:  # fmt: skip
     """Starts ``program`` as one rank, in a process of its own. The result of the process is that of
@@ -117,7 +120,7 @@ def start_rank(
         world: the number of ranks.
         values: see ``simulate``.
         ranks_per_node: for LOCAL_RANK and the other variables of torchrun.
-        backend: the backend of the fake process group.
+        device: torch chooses kernels and collectives by its type.
         is_short: run only the micro-batches that are needed to derive the others.
         result: is called in the process of the rank.
     """
@@ -127,10 +130,12 @@ def start_rank(
             warnings.simplefilter("always")
             # the engine compares addresses, and reads nothing there
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-            with simulated_rank(rank, world, ranks_per_node, backend):
+            with simulated_rank(rank, world, ranks_per_node, device.backend):
                 replace_functions(files, rank, world)
+                kept = choose_as_on(device.type)
                 recorder = StepRecorder(values)
                 found = result(*_record(program, rank, files, recorder, is_short, caught))
+        del kept
         return found, known_since(count)
 
     mode = fake()  # tables and imports that take a second are made here, and not in each child
@@ -167,6 +172,12 @@ def _record(
     found = log.differences(events, runs)
     parts = list(cut_step(runs, recorder.last, events, changes, log.records))
     texts = list(dict.fromkeys(f"{w.category.__name__}: {w.message}" for w in caught))
+    if recorder.unknown:
+        names = ", ".join(f"{name} ({line})" for name, line in recorder.unknown.items())
+        texts.append(
+            f"no formula for the FLOPs of {names}: 0 FLOP, and the time of the memory traffic. Add "
+            "one by torch.utils.flop_counter.register_flop_formula in the program"
+        )
     return RankRun(
         rank, held, parts, runs, texts, recorder.layers.of_meshes(), files.written(),
         dict(recorder.updates), log.exchanged, list(reads),

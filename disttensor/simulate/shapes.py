@@ -4,18 +4,18 @@ one, and a step has thousands of equal calls."""
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import itertools
 import math
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
 from disttensor.pytree import Uncacheable, collect, key_of_contents, rebuild
+from disttensor.simulate.flop_formulas import flop_formula, is_counted_by_torch
 from disttensor.torch_private import FakeTensor, as_meta, fake_like, no_dispatch, storage_id
 
 Tensor = torch.Tensor
@@ -25,13 +25,6 @@ _aten = torch.ops.aten
 _Operator: Any = type(_aten.add.Tensor)
 _EMPTY = {
     _aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided,
-}  # fmt: skip
-# torch's counter has formulas for the kernels of GPUs. The kernels of the CPU, on whose tensors a
-# program runs here, compute the same.
-_COUNTED_AS = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward:
-        _aten._scaled_dot_product_flash_attention_backward,
 }  # fmt: skip
 
 
@@ -140,13 +133,15 @@ def cost(func: Any, args: Any, kwargs: Any, out: Any) -> Cost:
         outs += collect([kwargs[s.name] for s in func._schema.arguments
                       if s.kwarg_only and s.name in kwargs and _written(s)], [])  # fmt: skip
     count = flop_formula(func)
-    flops = int(count(*args, **kwargs, out_val=out)) if count is not None else 0
+    flops = count(*args, **kwargs, out_val=out) if count is not None else 0
     views = func.is_view or not outs
     numbers = (t.dtype for t in (*outs, *ins) if t.is_floating_point() or t.is_complex())
     dtype = next(numbers, torch.int64)
+    if dtype.is_complex:  # of a product of two complex numbers torch counts one of four products
+        dtype, flops = dtype.to_real(), flops * (4 if is_counted_by_torch(func) else 1)
     nothing = views or func._overloadpacket in _EMPTY
     nbytes = 0 if nothing else sum(map(_touched, ins)) + sum(map(_touched, outs))
-    return Cost(flops, nbytes, dtype, views, _causal(func, args, kwargs) if flops else ())
+    return Cost(int(flops), nbytes, dtype, views, _causal(func, args, kwargs) if flops else ())
 
 
 def _causal(func: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
@@ -165,19 +160,6 @@ def _causal_at(func: Any) -> list[tuple[str, int]] | None:
     names = [a.name for a in func._schema.arguments]
     wanted = "query", "key", "is_causal"
     return [(n, names.index(n)) for n in wanted] if {*wanted} <= {*names} else None
-
-
-@cache
-def formulas() -> Any:
-    """Returns torch's table of formulas, to which programs may add. Its module is imported at the
-    first use, because the import makes operators."""
-    return importlib.import_module("torch.utils.flop_counter").flop_registry
-
-
-def flop_formula(func: Any) -> Callable[..., int] | None:
-    """Returns torch's formula for the FLOPs of an operator, or None."""
-    packet = func._overloadpacket
-    return formulas().get(_COUNTED_AS.get(packet, packet))
 
 
 def _written(argument: Any) -> bool:

@@ -20,7 +20,7 @@ from disttensor.comm import compare_collectives, compare_programs
 from disttensor.observe import hide_observers
 from disttensor.random import counter
 from disttensor.runtime import current_runtime, set_runtime_aside
-from disttensor.simulate import shapes
+from disttensor.simulate.flop_formulas import formulas
 from disttensor.torch_private import FakeTensorMode, hide_process_groups, start_fake_world
 from ops.registry import RULES
 from reshard.registry import moves
@@ -52,7 +52,7 @@ def torchrun_variables(rank: int, size: int, ranks_per_node: int) -> dict[str, s
 def _own_registrations() -> Iterator[None]:
     """Removes the rules and formulas that a program registers: each rank registers its own, as each
     process does."""
-    tables: list[dict[Any, Any]] = [RULES, moves, shapes.formulas()]
+    tables: list[dict[Any, Any]] = [RULES, moves, formulas()]
     before = [dict(table) for table in tables]
     try:
         yield

@@ -71,3 +71,13 @@ def test_packed_sequences_are_those_of_one_process(kind: Any) -> None:
                 torch.testing.assert_close(full.detach(), one.detach())
             for name, p in twin.named_parameters():
                 torch.testing.assert_close(p.grad.full_tensor(), grads[name])
+
+
+@on_ranks(2)
+def test_a_large_gru_on_a_split_batch() -> None:
+    """Torch's kernel crashes if the rows of a weight are fewer than its three gates."""
+    net, whole = nn.GRU(160, 160, batch_first=True), torch.randn(3, 2, 160)
+    want, _ = net(whole)
+    mesh = dt.ProcessMesh([0, 1], ("dp",))
+    got, _ = dt.shard_module(net, mesh)(dt.shard_tensor(whole, mesh, [dt.Shard(0)]))
+    torch.testing.assert_close(got.full_tensor(), want)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::disttensor.errors.FallbackWarni
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 CPU = devices.Device(
-    name="a CPU", peak=dict.fromkeys(DTYPES, 1e11), bandwidth=1e10, launch=5e-6, asynchronous=False
+    name="a CPU", peak=dict.fromkeys(DTYPES, 1e11), bandwidth=1e10, launch=5e-6, type="cpu"
 )
 
 STRATEGIES = [

@@ -129,32 +129,32 @@ def test_a_transfer_on_the_processor_of_a_rank_slows_its_kernels_down():
 VISIT = Visit("forward", "a.py:4")
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_the_host_takes_its_time_for_visits_and_messages(asynchronous):
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_the_host_takes_its_time_for_visits_and_messages(kind):
     """Two visits of 1 s, each with a kernel of 3 s, and a message that is asked for in 0.5 s: where
     kernels run by themselves they hide all but the first visit."""
-    device = dataclasses.replace(DEVICE, visit=1.0, post=0.5, asynchronous=asynchronous)
+    device = dataclasses.replace(DEVICE, visit=1.0, post=0.5, type=kind)
     events = [VISIT, op(3), VISIT, op(3), message(5, False, 0)]
     (row,) = timelines([((0,), 0, events)], 1, device, NET)
-    assert row.end == pytest.approx(7 if asynchronous else 8.5, rel=1e-2)
+    assert row.end == pytest.approx(7 if kind == "cuda" else 8.5, rel=1e-2)
     assert row.total("compute") == pytest.approx(6, rel=1e-2)
     waits = [VISIT, reduce_((0, 1), 0), Wait(0), VISIT, op(1)]  # nothing hides the host
     (row,) = timelines([((0, 1), 0, waits)], 2, device, NET)
     assert row.end == pytest.approx(3.5, rel=1e-2)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_the_host_takes_its_time_for_each_kernel(asynchronous):
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_the_host_takes_its_time_for_each_kernel(kind):
     """Two kernels of 1 s, for each of which the host takes half of one: beside the device it has
     begun the second one before the first is over."""
-    device = dataclasses.replace(DEVICE, launch=0.5, asynchronous=asynchronous)
+    device = dataclasses.replace(DEVICE, launch=0.5, type=kind)
     (row,) = timelines([((0,), 0, [op(1), op(1)])], 1, device, NET)
-    assert row.end == pytest.approx(2.5 if asynchronous else 3)
+    assert row.end == pytest.approx(2.5 if kind == "cuda" else 3)
     assert row.times == pytest.approx([1.5, row.end])
 
 
 def test_the_host_takes_its_time_for_each_gradient_of_a_parameter_in_shards():
-    device = dataclasses.replace(DEVICE, gradient=0.5, asynchronous=False)
+    device = dataclasses.replace(DEVICE, gradient=0.5, type="cpu")
     events = [op(1), Gradient("a.py:5"), Gradient("a.py:5"), op(1)]
     (row,) = timelines([((0,), 0, events)], 1, device, NET)
     assert row.end == pytest.approx(3, rel=1e-2)

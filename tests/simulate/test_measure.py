@@ -85,7 +85,7 @@ def test_ranks_of_one_machine_measure_one_network_and_share_its_cores():
 # seconds
 KERNEL, POST, VISIT, GRADIENT = 1e-5, 3e-4, 1e-3, 2e-4
 BARE = dt.simulate.devices.Device(
-    name="d", peak={torch.float32: 1e11}, bandwidth=1e10, efficiency=1.0, asynchronous=False
+    name="d", peak={torch.float32: 1e11}, bandwidth=1e10, efficiency=1.0, type="cpu"
 )
 
 

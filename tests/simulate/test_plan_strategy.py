@@ -178,12 +178,10 @@ def test_estimates_are_near_what_is_simulated():
         assert 0.45 < part < 1.1, (strategy, part)
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_estimates_count_the_host(asynchronous):
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_estimates_count_the_host(kind):
     """Where visits, messages and gradients take longer than all kernels."""
-    device = dataclasses.replace(
-        DEVICE, visit=1e-3, post=1e-3, gradient=1e-3, asynchronous=asynchronous
-    )
+    device = dataclasses.replace(DEVICE, visit=1e-3, post=1e-3, gradient=1e-3, type=kind)
     search = Search(build_gpt, WORLD, device, NETWORK, 0.0, None, dt.Strategy(), 8, print)
     estimator = search.estimator(1)
     for strategy in (
@@ -207,7 +205,7 @@ def test_what_kernels_hide_of_the_host_is_not_estimated():
             Estimator(one, WORLD, device, NETWORK)(strategy, frozenset()).seconds
             for device in (
                 slow, dataclasses.replace(slow, visit=1e-4, post=1e-4, gradient=1e-4),
-                dataclasses.replace(slow, visit=1e-2, gradient=1e-2, asynchronous=False),
+                dataclasses.replace(slow, visit=1e-2, gradient=1e-2, type="cpu"),
             )
         ]  # fmt: skip
         assert hidden == pytest.approx(without, rel=1e-3) and beside > 1.02 * without

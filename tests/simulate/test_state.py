@@ -11,6 +11,7 @@ from torch._subclasses import FakeTensorMode
 import disttensor as dt
 import ops
 from disttensor.simulate import shapes, simulate
+from disttensor.simulate.flop_formulas import formulas
 from disttensor.simulate.run import simulate_program
 from disttensor.simulate.run_rank import of_script
 from disttensor.simulate.world import torchrun_variables
@@ -65,11 +66,11 @@ def test_a_formula_that_is_registered_later_counts():
         return step
 
     assert simulate(build, world=2).kinds[0].flops == 0
-    shapes.formulas()[op] = lambda x, *args, out_val=None, **kwargs: x.numel()
+    formulas()[op] = lambda x, *args, out_val=None, **kwargs: x.numel()
     try:
         assert simulate(build, world=2).kinds[0].flops == 30
     finally:
-        del shapes.formulas()[op]
+        del formulas()[op]
     assert simulate(build, world=2).kinds[0].flops == 0
 
 
