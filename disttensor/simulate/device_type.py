@@ -24,11 +24,11 @@ _HALF = torch.bfloat16, torch.float16
 _WIDEST = 256  # elements of a head in FlashAttention
 # Operators that autocast runs in float32 on a GPU and not on the CPU: AT_FORALL_FP32 and
 # AT_FORALL_FP32_SET_OPT_DTYPE in ATen/autocast_mode.h.
-_IN_FLOAT32 = [
+_IN_FLOAT32 = (
     "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal",
     "rsqrt", "sinh", "tan", "pow", "softplus", "layer_norm", "native_layer_norm", "group_norm",
     "logsumexp", "softmax", "log_softmax", "cumprod", "cumsum", "sum",
-]  # fmt: skip
+)  # fmt: skip
 
 
 def choose_as_on(device_type: str) -> Any:
@@ -36,10 +36,10 @@ def choose_as_on(device_type: str) -> Any:
     if device_type == "cpu":
         return None
     update_lists_on("cpu")
-    attention_block.flash_on_cpu = None  # the engine composes the attention of a block on a GPU
+    vars(attention_block)["flash_on_cpu"] = None  # of blocks, which the engine composes on a GPU
     init = torch.autocast.__init__
     torch.autocast.__init__ = _of_cpu(init)  # type: ignore[method-assign]
-    torch.Tensor.pin_memory = lambda x, *_: x  # type: ignore[method-assign, assignment]
+    torch.Tensor.pin_memory = lambda x, *_: x  # type: ignore[method-assign]
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a kernel that is replaced
@@ -64,7 +64,7 @@ def _of_cpu(init: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def _overloads(names: list[str]) -> list[Any]:
+def _overloads(names: tuple[str, ...]) -> list[Any]:
     packets = [getattr(_aten, name) for name in names]
     found = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
     return [f for f in found if not any(

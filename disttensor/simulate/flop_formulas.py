@@ -52,6 +52,11 @@ def _matrix(cubes: float, per_column: float = 0.0) -> Formula:
     return count
 
 
+def _as_of(kernel: Any) -> Formula:
+    """Torch's formula for the kernel of a GPU that computes the same."""
+    return lambda *args, **kwargs: formulas()[kernel](*args, **kwargs)
+
+
 # By the first argument and the others, as given; ``out_val`` is the result.
 _FORMULAS: dict[Any, Formula] = {
     _aten.mkldnn_rnn_layer: _rnn(1),
@@ -59,11 +64,8 @@ _FORMULAS: dict[Any, Formula] = {
     _aten._grouped_mm: _grouped,
     _aten.mv: lambda a, *_, **__: 2 * a.numel(),
     _aten.addmv: lambda _, a, *__, **___: 2 * a.numel(),
-    _aten.dot: lambda a, *_, **__: 2 * a.numel(),
-    _aten.vdot: lambda a, *_, **__: 2 * a.numel(),
-    _aten._fft_r2c: _fourier,
-    _aten._fft_c2r: _fourier,
-    _aten._fft_c2c: _fourier,
+    **dict.fromkeys((_aten.dot, _aten.vdot), lambda a, *_, **__: 2 * a.numel()),
+    **dict.fromkeys((_aten._fft_r2c, _aten._fft_c2r, _aten._fft_c2c), _fourier),
     _aten._linalg_solve_ex: _matrix(2 / 3, 2),
     _aten.linalg_lu_factor_ex: _matrix(2 / 3),
     _aten.linalg_lu_solve: _matrix(0, 2),
@@ -73,13 +75,13 @@ _FORMULAS: dict[Any, Formula] = {
     _aten._euclidean_dist: lambda a, b, **_: 2 * a.numel() * b.shape[-2],
     _aten._cdist_forward: lambda a, b, *_, **__: 3 * a.numel() * b.shape[-2],
     _aten._cdist_backward: lambda _, a, b, *__, **___: 4 * a.numel() * b.shape[-2],
+    _aten._scaled_dot_product_flash_attention_for_cpu: _as_of(
+        _aten._scaled_dot_product_flash_attention
+    ),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _as_of(
+        _aten._scaled_dot_product_flash_attention_backward
+    ),
 }
-# torch's counter has formulas for the kernels of GPUs. The kernels of the CPU compute the same.
-_COUNTED_AS = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward:
-        _aten._scaled_dot_product_flash_attention_backward,
-}  # fmt: skip
 
 _TAGS = {torch.Tag.pointwise, torch.Tag.reduction, torch.Tag.view_copy}
 _CHEAP = re.compile(  # parts of the names of other operators that move, compare or sum elements
@@ -106,7 +108,7 @@ def is_counted_by_torch(func: Any) -> bool:
 def flop_formula(func: Any) -> Formula | None:
     """Returns the formula for the FLOPs of an operator, or None."""
     packet = func._overloadpacket
-    found: Formula | None = formulas().get(_COUNTED_AS.get(packet, packet))
+    found: Formula | None = formulas().get(packet)
     return found or _FORMULAS.get(packet)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import glob
 import gzip
 import logging
@@ -33,7 +34,7 @@ from torch import nn
 
 import disttensor as dt
 from disttensor.errors import SimulationError
-from disttensor.simulate import simulate
+from disttensor.simulate import devices, simulate
 from disttensor.simulate.run import simulate_program
 from disttensor.simulate.run_rank import of_script
 
@@ -434,6 +435,8 @@ def test_what_has_no_data_and_other_ranks_is_named_with_the_line() -> None:
             simulate(of(call), 2)
         assert "test_effects.py:" in str(caught.value) and "SIMULATION" in str(caught.value)
     product = of(lambda x: x.to(torch.complex64)[:, None] @ x.to(torch.complex64)[None])
-    line = r"no peak for torch.complex64, in which mm at .*effects.py:\d+ computes"
+    half = dataclasses.replace(devices.H100, peak={torch.float16: 1e12})
+    line = r"no peak for torch.float32, in which mm at .*effects.py:\d+ computes"
     with pytest.raises(ValueError, match=line):
-        simulate(product, 2)
+        simulate(product, 2, device=half)
+    assert simulate(product, 2).kinds[0].flops == 4 * 2 * 4 * 4  # four products of real numbers
