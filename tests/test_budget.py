@@ -37,7 +37,7 @@ from tests.test_imports import FILES
 #   random       regular tensors draw alike in each call on DistTensors
 #   simulate     each rank in a process of its own, whose files, programs and connections reach
 #                nothing; ranks that read their rank are compared;
-#                torch chooses kernels, loops and casts as on the device; FLOPs of LSTM, FFT, solvers
+#                torch chooses kernels, loops and casts as on the device; more formulas for FLOPs
 #   tensor       hooks of leaves run once, at the end of a backward; derivations are data; edges of
 #                the graph stand for DistTensors
 #   verification the first tensor that differs from one process is named, for any program; ranks
@@ -70,7 +70,7 @@ LINES = {
     "random": 975,
     "reshard": 1_557,
     "root": 2_595,
-    "simulate": 6_449,
+    "simulate": 6_454,
     "tensor": 3_538,
     "trace": 3_026,
     "verification": 983,

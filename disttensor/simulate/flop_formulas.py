@@ -112,7 +112,6 @@ def flop_formula(func: Any) -> Formula | None:
     return found or _FORMULAS.get(packet)
 
 
-@cache
 def is_cheap(func: Any) -> bool:
     """Returns True if the time of an operator without a formula is that of its memory traffic."""
     name = func._overloadpacket.__name__

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import (
@@ -46,18 +46,24 @@ _READS = {_aten._local_scalar_dense.default, _aten.equal.default}
 _PYTHON = {torch.bool: bool, torch.complex64: complex, torch.complex128: complex}
 
 
-_is_composite = cache(is_composite)
+class _Facts(NamedTuple):
+    """Facts of an operator: it consists of others; it writes to lists of tensors and has no result;
+    see ``is_cheap``."""
 
-
-def _decomposes(func: Any) -> bool:
-    """Returns True for an operator that consists of others, unless torch has a formula for it."""
-    return _is_composite(func) and flop_formula(func) is None
+    composite: bool
+    writes_lists: bool
+    cheap: bool
 
 
 @cache
-def _writes_lists(func: Any) -> bool:
-    """Returns True for an operator that writes to lists of tensors and has no result."""
-    return func._schema.is_mutable and not func._schema.returns
+def _facts_of(func: Any) -> _Facts:
+    schema = func._schema
+    return _Facts(is_composite(func), schema.is_mutable and not schema.returns, is_cheap(func))
+
+
+def _decomposes(func: Any) -> bool:
+    """Returns True for an operator that consists of others, unless there is a formula for it."""
+    return _facts_of(func).composite and flop_formula(func) is None
 
 
 def _is_known(args: Any) -> bool:
@@ -213,7 +219,7 @@ class StepRecorder(TorchDispatchMode):
         if func.is_view and torch.is_inference_mode_enabled() and not args[0].is_inference():
             with torch.inference_mode(False), torch.no_grad():  # such a view is no inference tensor
                 return self.__torch_dispatch__(func, types, args, kwargs)
-        if self.mode is not None and _writes_lists(func) and _is_known(args):
+        if self.mode is not None and _facts_of(func).writes_lists and _is_known(args):
             with no_dispatch():  # the counters of steps, which the host keeps
                 return func(*substitute(args, _data_of), **kwargs)
         if self.mode is not None and func.is_view and type(args[0]) is not FakeTensor:
@@ -247,7 +253,7 @@ class StepRecorder(TorchDispatchMode):
             if self.recording:
                 name = func._overloadpacket.__name__
                 layer, again = self.layers.layer_now() if cost.flops else ("", False)
-                if not (cost.flops or flop_formula(func) or is_cheap(func)):
+                if not (cost.flops or flop_formula(func) or _facts_of(func).cheap):
                     self.unknown.setdefault(name, user_line())
                 self._note(Op(
                     name, cost.flops, cost.nbytes, cost.dtype, phase, user_line(), layer,
