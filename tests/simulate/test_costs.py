@@ -17,7 +17,7 @@ import torch
 
 import disttensor as dt
 from disttensor.simulate import pictures, simulate
-from disttensor.simulate.devices import A100, Device, Link, Network
+from disttensor.simulate.devices import A100, H100, Device, Link, Network
 from disttensor.simulate.events import Collective, Gradient, Message, Op, Visit, Wait
 from disttensor.simulate.memory import MemoryLog, summary
 from disttensor.simulate.timeline import timelines
@@ -54,6 +54,18 @@ def test_a_kernel_takes_the_longer_of_arithmetic_and_memory():
         DEVICE.seconds(1, 0, torch.float64)
     with pytest.raises(ValueError, match="bandwidth"):
         Device(name="d", peak={}, bandwidth=0)
+
+
+def test_utilisation_is_by_the_peak_of_each_dtype():
+    """As of a step in float32 with an evaluation in bfloat16."""
+
+    def step():
+        x = torch.ones(2048, 2048)
+        half = x.to(torch.bfloat16)
+        return x @ x, half @ half
+
+    report = simulate(lambda: step, 1, device=dataclasses.replace(H100, efficiency=1.0))
+    assert 0.8 < report.utilisation <= 1
 
 
 def test_collectives_and_messages_by_latency_and_bandwidth():
