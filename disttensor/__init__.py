@@ -40,6 +40,8 @@ with _versions.importing():
     from disttensor.nn import tensor_parallel_plans as plans  # noqa: F401
     from disttensor.nn.shard_module import shard_module
     from disttensor.checkpoint.checkpointer import Checkpointer
+    from disttensor.publishing.publisher import publish
+    from disttensor.publishing.receiver import receive
     from disttensor.fsdp.contexts import accumulate
     from disttensor.fsdp.fully_shard import shard_data_parallel
     from disttensor.fsdp.torch_names import fully_shard, replicate
@@ -64,8 +66,8 @@ __all__ = [
     "Checkpointer", "DistTensor", "Partial", "Placement", "ProcessMesh", "Replicate", "Shard",
     "Strategy", "accumulate", "arange", "broadcast_value", "capture", "clip_grad_norm_", "compile",
     "distribute_tensor", "empty", "from_dtensor", "from_local", "from_pretrained", "full",
-    "fully_shard", "init_mesh", "launch", "local_map", "local_ranks", "manual_seed", "ones", "rand",
-    "randint", "randn", "randperm", "replay", "replicate", "reshard", "shard_data_parallel",
-    "shard_loader", "shard_module", "shard_tensor", "sync_gradients", "to_dtensor",
-    "values_everywhere", "verify", "visualize", "watch", "zeros",
+    "fully_shard", "init_mesh", "launch", "local_map", "local_ranks", "manual_seed", "ones",
+    "publish", "rand", "randint", "randn", "randperm", "receive", "replay", "replicate", "reshard",
+    "shard_data_parallel", "shard_loader", "shard_module", "shard_tensor", "sync_gradients",
+    "to_dtensor", "values_everywhere", "verify", "visualize", "watch", "zeros",
 ]  # fmt: skip

@@ -48,6 +48,7 @@ LAYERS = (
     "experts",
     "nn",
     "checkpoint",
+    "publishing",
     "pipeline",
     "fsdp",
     "parallel",

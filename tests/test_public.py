@@ -28,10 +28,10 @@ NAMES = [
     "Checkpointer", "DistTensor", "Partial", "Placement", "ProcessMesh", "Replicate", "Shard",
     "Strategy", "accumulate", "arange", "broadcast_value", "capture", "clip_grad_norm_", "compile",
     "distribute_tensor", "empty", "from_dtensor", "from_local", "from_pretrained", "full",
-    "fully_shard", "init_mesh", "launch", "local_map", "local_ranks", "manual_seed", "ones", "rand",
-    "randint", "randn", "randperm", "replay", "replicate", "reshard", "shard_data_parallel",
-    "shard_loader", "shard_module", "shard_tensor", "sync_gradients", "to_dtensor",
-    "values_everywhere", "verify", "visualize", "watch", "zeros",
+    "fully_shard", "init_mesh", "launch", "local_map", "local_ranks", "manual_seed", "ones",
+    "publish", "rand", "randint", "randn", "randperm", "receive", "replay", "replicate", "reshard",
+    "shard_data_parallel", "shard_loader", "shard_module", "shard_tensor", "sync_gradients",
+    "to_dtensor", "values_everywhere", "verify", "visualize", "watch", "zeros",
 ]  # fmt: skip
 MODULES = {
     "disttensor.attention": ["Balanced", "policy"],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,7 @@ def load_into(
     """Implements ``load_pretrained``. ``shard(init)`` shards the model, after its names are
     checked; ``init`` is for the modules with a tensor that the files lack."""
     stored = {k: v for path in _paths(files) for k, v in stored_in(path).items()}
-    parts = _parts(model, stored, names, strict)
+    parts = find_parts("pretrained.load", "the files", model, stored, names, strict)
     if shard is not None:
         shard(_init_missing(model, parts, init))
     state: dict[str, Any] = model.state_dict(keep_vars=True)
@@ -123,8 +123,11 @@ def _paths(files: Any) -> list[Path]:
     return found
 
 
-def _parts(model: nn.Module, stored: dict[str, Stored], names: Any, strict: bool) -> Any:
-    """Returns name in the model -> parts in the files, one name for tied tensors."""
+def find_parts(
+    who: str, where: str, model: nn.Module, stored: dict[str, Stored], names: Any, strict: bool
+) -> dict[str, list[Part]]:
+    """Returns name in the model -> stored parts, one name for tied tensors. ``who`` and ``where``:
+    the call and what stores the parts, in errors."""
     state: dict[str, Any] = model.state_dict(keep_vars=True)
     parts: dict[str, list[Part]] = {}
     lost, used, known = dict[int, str](), set[str](), set[int]()
@@ -142,7 +145,7 @@ def _parts(model: nn.Module, stored: dict[str, Stored], names: Any, strict: bool
         odd = [one.name for one, _, _ in found if one.shape[1:] != shape[1:]]
         if shape != tuple(value.shape) or odd:
             raise ValueError(
-                f"pretrained.load: {name!r} is {list(value.shape)} in the model, and "
+                f"{who}: {name!r} is {list(value.shape)} in the model, and "
                 f"{list(shape)} in {found[0][0].path}"
             )
         parts[name] = found
@@ -154,12 +157,12 @@ def _parts(model: nn.Module, stored: dict[str, Stored], names: Any, strict: bool
         if missing:
             near = close_to(missing[0], unexpected or stored)
             hint = f" (near: {near[0]!r})" if near else ""
-            text.append(f"the files lack {missing[:5]} of {len(missing)}{hint}")
+            text.append(f"{where} lack {missing[:5]} of {len(missing)}{hint}")
         if unexpected:
             text.append(f"the model has no {unexpected[:5]} of {len(unexpected)}")
         raise ValueError(
-            f"pretrained.load: {'; '.join(text)}. Pass names=, which maps names of the model to "
-            "names in the files, or strict=False"
+            f"{who}: {'; '.join(text)}. Pass names=, which maps names of the model to "
+            f"names in {where}, or strict=False"
         )
     return parts
 
@@ -217,14 +220,19 @@ def _fill(x: Any, parts: list[Part]) -> None:
         local = x.local.detach()
     else:
         box, local = Box((0,) * x.ndim, tuple(x.shape)), x.detach()
-    if not x.ndim:
-        read_box(parts[0][0], box, local)
-        return
-    at = 0  # the row of x at which the part begins
-    for stored, start, stop in parts:
+    for n, source, target in locate(box, parts):
+        read_box(parts[n][0], source, target.cut(local, box))
+
+
+def locate(box: Box, parts: Sequence[Part]) -> Iterator[tuple[int, Box, Box]]:
+    """Yields what ``box`` of a tensor takes from the parts that form it: the number of the part,
+    the box in the stored tensor, and its place in the tensor."""
+    at = 0  # the row at which the part begins
+    for n, (_, start, stop) in enumerate(parts):
+        if not box.shape:
+            yield n, box, box
+            return
         mine = box.intersect(Box((at, *box.offset[1:]), (stop - start, *box.shape[1:])))
         if mine is not None:
-            rows = local.narrow(0, mine.offset[0] - box.offset[0], mine.shape[0])
-            offset = (mine.offset[0] - at + start, *mine.offset[1:])
-            read_box(stored, Box(offset, mine.shape), rows)
+            yield n, Box((mine.offset[0] - at + start, *mine.offset[1:]), mine.shape), mine
         at += stop - start

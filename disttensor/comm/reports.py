@@ -7,6 +7,7 @@ ranks of one machine see whether it runs.
 
 from __future__ import annotations
 
+import copy
 import os
 import select
 import socket
@@ -49,6 +50,12 @@ class Reports:
         wait_until(lambda: self.store.check([*keys.values()]), seconds)
         texts = {rank: read_key(self.store, key) for rank, key in keys.items()}
         return {rank: text for rank, text in texts.items() if text is not None}
+
+    def of_world(self, prefix: str) -> Reports:
+        """Returns the posts of another world in the same store, to read."""
+        other = copy.copy(self)
+        other.store = dist.PrefixStore(prefix, self.store.underlying_store)
+        return other
 
     def beat(self) -> None:
         """Posts that this rank lives."""
