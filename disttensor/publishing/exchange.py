@@ -1,5 +1,5 @@
-"""Sends the pieces of a version from the ranks of one world to the ranks of another, over a group of
-both."""
+"""Sends the pieces of a version from the ranks of one world to the ranks of another, over a group
+of both."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Exchange:
 
     def _wait(self) -> list[Tensor]:
         """Waits for the messages of a turn, and returns them."""
-        for work, flat in self.started:
+        for work, _ in self.started:
             work.wait()
         started, self.started = self.started, []
         return [flat for _, flat in started]

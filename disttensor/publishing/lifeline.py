@@ -73,7 +73,7 @@ class Lifeline:
                 state = "" if now - since > SILENCE else None
             if state == "":
                 how = "its process has ended without close(), or was killed"
-                theirs.store.compare_set("lost", "", f"rank {rank} of {world} is gone: {how}")
+                self.declare_lost(world, f"rank {rank} of {world} is gone: {how}")
         text = read_key(theirs.store, "lost")
         if text is not None:
             self.lost[world] = text
@@ -83,7 +83,12 @@ class Lifeline:
         if world in self.lost:
             raise CommError(self.lost[world])
 
-    def cause(self, world: str, error: Exception) -> str:
+    def declare_lost(self, world: str, how: str) -> None:
+        """Posts for all ranks that ``world`` is lost, unless this is known."""
+        with contextlib.suppress(RuntimeError):  # the store has ended, which says it too
+            self.store.compare_set(f"{world}/lost", "", how)
+
+    def cause(self, world: str, error: object) -> str:
         """Returns which rank of ``world`` has ended, the cause of ``error``; if none has, the
         error."""
         wait_until(lambda: world in self.lost, 3 * PERIOD)
@@ -91,7 +96,8 @@ class Lifeline:
 
     def read(self, key: str, world: str, readers: int = 0, seconds: float = math.inf) -> Any:
         """Waits for a key that is written once, and returns its value. The last of ``readers``
-        deletes it. Raises CommError if ``world``, which writes it, is lost, or after ``seconds``."""
+        deletes it. Raises CommError if ``world``, which writes it, is lost, or after so many
+        seconds."""
         end = time.monotonic() + seconds
         try:
             while (text := read_key(self.store, key)) is None:

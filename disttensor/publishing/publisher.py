@@ -128,13 +128,14 @@ class Publisher:
         self._exchanges: dict[str, Exchange] = {}
         self._subscribers: dict[str, Subscriber] = {}
         self._events = 0  # that rank 0 has read
+        self._drops: dict[str, str] = {}  # receiver -> how it was lost; "": it has left
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._thread.start()
 
     def _collect(self) -> tuple[list[WorldTensor], list[Tensor], dict[str, int]]:
         """Returns the tensors of the model as facts, the tensors, and the number of each name."""
         numbers, tensors = tensors_of(self.model)
-        dtypes = (x.is_floating_point() and self._dtype or x.dtype for x in tensors)
+        dtypes = ((x.is_floating_point() and self._dtype) or x.dtype for x in tensors)
         facts = [WorldTensor.of(x, d, self._size) for x, d in zip(tensors, dtypes, strict=True)]
         return facts, tensors, numbers
 
@@ -227,9 +228,11 @@ class Publisher:
         def join() -> None:
             self._thread.join(3 * self.timeout)
 
-        run_on_all_ranks("Publisher.close", self._group, join)
-        self._line.stopped.set()
-        self._server = None
+        try:
+            run_on_all_ranks("Publisher.close", self._group, join)
+        finally:
+            self._line.stopped.set()
+            self._server = None
 
     # The thread -----------------------------------------------------------------------------------
 
@@ -240,11 +243,13 @@ class Publisher:
                 if kind == "end":
                     break
                 (self._serve if kind == "serve" else self._drop)(*arguments)
+                self._line.store.add(f"{PUBLISHER}/finished", 1)
                 with self._changed:
                     self._finished = number + 1
                     self._free()
         except Exception as error:  # raised by the next call of send
             self._failure = error
+            self._line.declare_lost(PUBLISHER, f"rank {self._rank} has failed: {headline(error)}")
         for receiver in list(self._exchanges):
             self._drop(receiver)
 
@@ -261,20 +266,22 @@ class Publisher:
 
     def _decide(self) -> Any:
         """Returns the next round; None if there is nothing to do."""
-        failed = dict(self._line.lost)  # before the events: a receiver that has left is not lost
-        left, errors = self._read_events()
-        failed |= {name: self._line.cause(name, error) for name, error in errors.items()}
+        lost = dict(self._line.lost)  # before the events: a receiver that has left is not lost
+        self._read_events()
+        self._drops = {**lost, **self._drops}
         with self._changed:
-            for receiver in [*left, *failed]:
+            while self._drops:
+                receiver, how = self._drops.popitem()
                 if self._subscribers.pop(receiver, None) is not None:
-                    if receiver not in left:
-                        self._losses.append(f"{receiver} was lost: {failed[receiver]}")
+                    if how:
+                        self._losses.append(f"{receiver} was lost: {how}")
                     self._decided += 1
                     return "drop", receiver
             is_closing = self._deadline is not None
+            is_free = not self._is_sending and self._all_finished()
             for receiver, each in self._subscribers.items():
-                is_old = each.has < self._version and not self._is_sending
-                if each.request is None or not (is_old or is_closing):
+                is_old = each.has < self._version
+                if each.request is None or not (is_free and (is_old or is_closing)):
                     continue
                 key, each.request = f"{receiver}/answer/{each.request}", None
                 if is_old:
@@ -286,10 +293,14 @@ class Publisher:
             late = self._deadline is not None and time.monotonic() > self._deadline
             return ("end",) if is_closing and (late or not self._subscribers) else None
 
-    def _read_events(self) -> tuple[list[str], dict[str, Exception]]:
-        """Reads the new events. Returns the receivers that have left, and those to which a rank
-        could not send, with the error."""
-        left, errors = list[str](), dict[str, Exception]()
+    def _all_finished(self) -> bool:
+        """Returns True if all ranks have finished all rounds: no receiver waits for another."""
+        finished: int = self._line.store.add(f"{PUBLISHER}/finished", 0)
+        return finished == self._decided * self._size
+
+    def _read_events(self) -> None:
+        """Reads the new requests, the receivers that have left, and those that have failed or to
+        which a rank could not send."""
         while text := read_key(self._line.store, f"{PUBLISHER}/event/{self._events}"):
             self._line.store.delete_key(f"{PUBLISHER}/event/{self._events}")
             self._events += 1
@@ -299,10 +310,9 @@ class Publisher:
                 self._subscribers.setdefault(receiver, Subscriber(size)).request = request
                 self._line.watched[receiver] = size
             elif kind == "leave":
-                left.append(receiver)
-            else:
-                errors[receiver] = CommError(rest[0])
-        return left, errors
+                self._drops[receiver] = ""
+            elif receiver in self._subscribers:
+                self._drops[receiver] = self._line.cause(receiver, rest[0])
 
     def _serve(self, receiver: str, joining: int, version: int) -> None:
         """Sends a version to a receiver. An error ends this receiver only."""
@@ -320,7 +330,6 @@ class Publisher:
                 copies = self._copies[version]
             self.nbytes += exchange.send(copies)
         except Exception as error:
-            self._drop(receiver)
             self._line.post("error", receiver, headline(error))
 
     def _drop(self, receiver: str) -> None:

@@ -15,7 +15,7 @@ from disttensor.checks import check_bool, check_positive
 from disttensor.comm.groups import world_group
 from disttensor.comm.objects import gather_results, run_on_all_ranks
 from disttensor.comm.process_group import open_store, read_key, world
-from disttensor.errors import CommError
+from disttensor.errors import CommError, headline
 from disttensor.nn.shard_module import check_module
 from disttensor.publishing.exchange import Exchange
 from disttensor.publishing.lifeline import PUBLISHER, Lifeline, split_address
@@ -88,19 +88,26 @@ class Receiver:
         who, kinds = "receive", (CommError,)
         self.name = f"receiver {gather_results(who, self._group, join, kinds)[0]}"
 
-        def connect() -> Any:
-            line = self._line = Lifeline(host, port, self.name, self._rank, self._size)
-            return line.read(f"{PUBLISHER}/facts", PUBLISHER, seconds=timeout)
+        self._line = run_on_all_ranks(
+            who, self._group, lambda: Lifeline(host, port, self.name, self._rank, self._size), kinds
+        )
 
-        size, numbers, rows = run_on_all_ranks(who, self._group, connect, kinds)
-        self._sent = [WorldTensor(*row) for row in rows]
-        stored = {name: self._sent[n].as_stored(name, n) for name, n in numbers.items()}
-        where = "the tensors of the publisher"
-        self._parts = find_parts(who, where, model, stored, names, strict)
-        self._facts, _ = self._collect()
+        def connect() -> Any:
+            return self._line.read(f"{PUBLISHER}/facts", PUBLISHER, seconds=timeout)
+
+        try:
+            self._senders, numbers, rows = run_on_all_ranks(who, self._group, connect, kinds)
+            self._sent = [WorldTensor(*row) for row in rows]
+            stored = {name: self._sent[n].as_stored(name, n) for name, n in numbers.items()}
+            where = "the tensors of the publisher"
+            self._parts = find_parts(who, where, model, stored, names, strict)
+            self._facts, _ = self._collect()
+        except Exception:
+            self._line.stopped.set()
+            raise
         if self._rank == 0:
             self._line.write(f"{self.name}/facts", self._facts)
-        self._senders = self._line.watched[PUBLISHER] = size
+        self._line.watched[PUBLISHER] = self._senders
         self._exchange: Exchange | None = None
         self._requests = self._version = 0
         self._is_over = False
@@ -132,18 +139,18 @@ class Receiver:
         """
         check_bool("Receiver.update: wait", wait)
         who, kinds = "Receiver.update", (ValueError, CommError)
-        if self._line.stopped.is_set():
+        if self._line.stopped.is_set() and not self._is_over:
             raise CommError(f"{who}: this receiver has left")
         if self._is_over or not (wait or gather_results(who, self._group, self._is_old, kinds)[0]):
             return None
         self._requests += 1
         try:
             tensors, arrived = run_on_all_ranks(who, self._group, self._fetch, kinds)
-        except Exception:
-            self.close()
+        except Exception as error:
+            self._leave("error", headline(error))
             raise
-        if self._is_over and self._rank == 0:
-            self._line.post("leave", self.name)
+        if self._is_over:
+            self.close()
         if not tensors:
             return None
         with torch.no_grad():
@@ -185,8 +192,11 @@ class Receiver:
     def close(self) -> None:
         """Leaves the publisher, which goes on. Every rank makes the call."""
         if not self._line.stopped.is_set():
-            if self._rank == 0:
-                self._line.post("leave", self.name)
-            self._line.stopped.set()
-            if self._exchange is not None:
-                self._exchange.close()
+            self._leave("leave")
+
+    def _leave(self, *event: str) -> None:
+        if self._rank == 0:
+            self._line.post(event[0], self.name, *event[1:])
+        self._line.stopped.set()
+        if self._exchange is not None:
+            self._exchange.close()

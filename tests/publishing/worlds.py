@@ -1,5 +1,5 @@
-"""Worlds that publish and receive: ``python -m tests.publishing.worlds CASE ...`` prints, as JSON by
-case and world, the exit status, the seconds and the stderr of each rank.
+"""Worlds that publish and receive: ``python -m tests.publishing.worlds CASE ...`` prints, as JSON
+by case and world, the exit status, the seconds and the stderr of each rank.
 
 Each world is a launch of its own. All of a case run at once, forked as in tests/comm/deaths.py.
 """
@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 import disttensor as dt
-from disttensor.publishing import lifeline
 from disttensor.publishing.exchange import Exchange
 from tests.comm.deaths import run_worlds
 
@@ -34,7 +33,7 @@ STRATEGIES = {
     "pp3": {"pp": 2, "sharding": 2, "zero_stage": 3},
 }
 PLAN = {"0.*": {"tp": dt.Shard(0)}, "2.weight": {"tp": dt.Shard(1)}}
-COLUMNS = {"*.weight": [dt.Shard(1)]}
+COLUMNS, ROWS = ({"*.weight": [dt.Shard(dim)]} for dim in (1, 0))
 LAYERS = ["0", "1", "2", "3", "4"]
 
 
@@ -159,7 +158,7 @@ def strategies(strategy, address):
     }
 
 
-# Deaths -------------------------------------------------------------------------------------------
+# Losses -------------------------------------------------------------------------------------------
 
 
 def die(how):
@@ -168,68 +167,96 @@ def die(how):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def die_in_messages(how, after):
-    """Dies when it has started its messages of one version more than ``after``."""
-    wait, count = Exchange._wait, itertools.count()
+def die_in(method, how):
+    """Dies at the start of the third version that this rank sends or receives."""
+    usual, count = getattr(Exchange, method), itertools.count(1)
 
-    def dying(self):
-        if next(count) == after:
+    def dying(*args):
+        if next(count) == 3:
             die(how)
-        return wait(self)
+        return usual(*args)
 
-    Exchange._wait = dying
+    setattr(Exchange, method, dying)
+
+
+def report(words):
+    print(words, file=sys.stderr, flush=True)
 
 
 def publishing(rank, address, where, how, dying):
-    """Publishes until a receiver is lost, and then to another one."""
-    mesh = dt.init_mesh((2,), ("dp",))
-    model = dt.shard_module(mlp(), mesh, {"*.weight": [dt.Shard(0)]})
+    """Publishes until the receiver ``later`` has all that it wants."""
+    model = dt.shard_module(mlp(), dt.init_mesh((2,), ("dp",)), ROWS)
     publisher = dt.publish(model, address, timeout=10)
+    store = publisher._line.store
     if (where, rank) == ("send", dying):
-        die_in_messages(how, 1)
-    step = 0
-    while True:
-        publisher.send(step)
-        step += 1
+        die_in("send", how)
+    for step in itertools.count():
+        try:
+            publisher.send(step)
+        except dt.errors.CommError as error:
+            report(f"at step {step}: {error}")
+            store.set("lost", "")
+        if (where, rank) == ("idle", dying) and step == 20:
+            die(how)
+        done = torch.tensor([store.add("done", 0)])
+        torch.distributed.all_reduce(done)
+        if done:
+            break
         with torch.no_grad():
             for p in model.parameters():
                 p += 1
         time.sleep(0.05)
-        if (where, rank) == ("idle", dying) and step > 20:
-            die(how)
+    publisher.close()
 
 
-def lost_receiver(rank, address, dying, words):
-    try:
-        publishing(rank, address, "", "", None)
-    except dt.errors.CommError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-
-
-def receiving(rank, address, where, how, dying, size):
-    model = mlp()
-    if size > 1:
-        mesh = dt.init_mesh((size,), ("tp",))
-        dt.shard_module(model, mesh, COLUMNS)
-    joined = dt.receive(model, address, timeout=10)
+def first(rank, address, where, how, dying):
+    """A receiver of two ranks, whose pieces come from one rank each."""
+    model = dt.shard_module(mlp(), dt.init_mesh((2,), ("dp",)), ROWS)
+    receiver = dt.receive(model, address, timeout=10)
     if (where, rank) == ("receive", dying):
-        die_in_messages(how, 1)
-    while True:
+        die_in("receive", how)
+    updates(model, receiver, 10**6, (where, rank) == ("between", dying) and how)
+
+
+def later(rank, address, where, how, dying):
+    """A receiver in one process that comes, leaves, and comes again after ``first`` is lost."""
+    for last in (False, True):
+        model = mlp()
+        receiver = dt.receive(model, address, timeout=10)
+        updates(model, receiver, 10**6 if where in ("send", "idle") else 3, False)
+        receiver.close()
+        store = receiver._line.store
+        while not last and where not in ("send", "idle") and not store.check(["lost"]):
+            time.sleep(0.05)
+        if where in ("send", "idle"):
+            return
+    store.add("done", 1)
+
+
+def updates(model, receiver, count, how):
+    """Updates ``count`` times, or until an error. Each parameter has the version of the step."""
+    for number in range(count):
         try:
-            joined.update()
+            receiver.update()
         except dt.errors.CommError as error:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            report(f"{error}")
             break
-        if (where, rank) == ("between", dying):
+        finally:
+            for x, start in zip(model.parameters(), mlp().parameters(), strict=True):
+                if isinstance(x, dt.DistTensor):
+                    mesh, places = x.process_mesh, x.placements
+                    start = dt.shard_tensor(start.detach(), mesh, places, check=False).to_local()
+                    x = x.to_local()
+                assert ((x - start).round() == (receiver.step or 0)).all()
+        if number == 2 and how:
             die(how)
-    values = [dt.full if False else x for x in model.parameters()]
-    base = mlp()
-    for x, b in zip(values, base.parameters(), strict=True):
-        local = x.to_local() if isinstance(x, dt.DistTensor) else x
-        if isinstance(x, dt.DistTensor):
-            b = dt.shard_tensor(b.detach(), x.process_mesh, x.placements, check=False).to_local()
-        added = (local - b).round()
-        assert (added == joined.step).all(), (added, joined.step)
+
+
+def losses(case, address):
+    where, how, dying = case.split("-")
+    options = {"address": address, "where": where, "how": how, "dying": int(dying)}
+    bodies = {"publishing": (publishing, 2), "first": (first, 2), "later": (later, 1)}
+    return {name: (functools.partial(f, **options), n) for name, (f, n) in bodies.items()}
 
 
 def free_address():
@@ -238,18 +265,10 @@ def free_address():
         return f"127.0.0.1:{free.getsockname()[1]}"
 
 
-def worlds_of(case):
-    address = free_address()
-    if case in STRATEGIES:
-        return strategies(case, address)
-    raise KeyError(case)
-
-
 def main() -> None:
-    lifeline.SILENCE = 4.0
     out = {}
     for case in sys.argv[1:]:
-        worlds = worlds_of(case)
+        worlds = (strategies if case in STRATEGIES else losses)(case, free_address())
         out[case] = run_worlds(worlds, len(worlds))
     print(json.dumps(out))
 
