@@ -6,7 +6,6 @@ the ranks of another one among them. A rank that finds one dead posts this for a
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import threading
@@ -49,17 +48,22 @@ class Lifeline:
 
     def _run(self) -> None:
         try:
-            while not (self.stopped.wait(PERIOD) or self.reports.is_closed()):
+            while not self.stopped.wait(PERIOD) and self._has_store():
                 self.reports.beat()
                 for world, size in list(self.watched.items()):
                     self._look_at(world, size)
         except RuntimeError:  # the store has ended
-            pass
-        if not self.stopped.is_set():
+            self._has_store()
+
+    def _has_store(self) -> bool:
+        """Returns False if the store has ended. After that, C++ would print each operation."""
+        if self.reports.is_closed():
             self.lost[PUBLISHER] = (
                 f"the {PUBLISHER} at {self.address} has ended: the store is gone, which its rank 0 "
                 "keeps"
             )
+            return False
+        return True
 
     def _look_at(self, world: str, size: int) -> None:
         theirs = self.reports.of_world(world)
@@ -79,13 +83,14 @@ class Lifeline:
             self.lost[world] = text
 
     def check(self, world: str) -> None:
-        """Raises CommError if a rank of ``world`` has ended."""
-        if world in self.lost:
-            raise CommError(self.lost[world])
+        """Raises CommError if a rank of ``world``, or the store, has ended."""
+        ended = world if self._has_store() else PUBLISHER
+        if ended in self.lost:
+            raise CommError(self.lost[ended])
 
     def declare_lost(self, world: str, how: str) -> None:
         """Posts for all ranks that ``world`` is lost, unless this is known."""
-        with contextlib.suppress(RuntimeError):  # the store has ended, which says it too
+        if self._has_store():
             self.store.compare_set(f"{world}/lost", "", how)
 
     def cause(self, world: str, error: object) -> str:
@@ -100,8 +105,11 @@ class Lifeline:
         seconds."""
         end = time.monotonic() + seconds
         try:
-            while (text := read_key(self.store, key)) is None:
+            while True:
                 self.check(world)
+                text = read_key(self.store, key)
+                if text is not None:
+                    break
                 if time.monotonic() > end:
                     raise CommError(f"{world} did not come within {seconds:g} s ({key})")
                 time.sleep(PAUSE)
@@ -119,6 +127,6 @@ class Lifeline:
 
     def post(self, *event: Any) -> None:
         """Adds an event to the log that rank 0 of the publisher reads."""
-        with contextlib.suppress(RuntimeError):  # the store has ended: ``lost`` says so
+        if self._has_store():
             number = self.store.add(f"{PUBLISHER}/events", 1) - 1
             self.write(f"{PUBLISHER}/event/{number}", event)

@@ -82,7 +82,11 @@ class Receiver:
         def join() -> int:
             if self._rank:
                 return 0
-            store = open_store(host, port, keeps=False, limit=timedelta(seconds=timeout))
+            try:
+                store = open_store(host, port, keeps=False, limit=timedelta(seconds=timeout))
+            except RuntimeError as error:
+                where = f"{host}:{port} within {timeout:g} s"
+                raise CommError(f"no publisher answers at {where}: {error}") from error
             return int(store.add(f"{PUBLISHER}/receivers", 1)) - 1
 
         who, kinds = "receive", (CommError,)
@@ -155,9 +159,11 @@ class Receiver:
             return None
         with torch.no_grad():
             for x, piece in zip(tensors, arrived, strict=True):
-                is_held = not isinstance(x, DistTensor) or prepare_to_read(x) is not None
-                if is_held:
-                    (x.local if isinstance(x, DistTensor) else x).detach().copy_(piece)
+                if isinstance(x, DistTensor):
+                    prepare_to_read(x)  # on all ranks
+                    x = x.local
+                if piece is not None and piece.numel():
+                    x.detach().copy_(piece)
         self.step = self._step
         return self.step
 

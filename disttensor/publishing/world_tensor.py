@@ -46,8 +46,9 @@ class WorldTensor(NamedTuple):
     def boxes(self) -> Iterator[tuple[int, Box]]:
         """Yields each rank, and the box that it holds."""
         places = itertools.product(*map(range, self.mesh))
+        dims = [tuple(axes) for axes in self.dims]
         for rank, place in zip(self.ranks, places, strict=True):
-            yield rank, box_at(self.shape, self.dims, tuple(self.mesh), place)
+            yield rank, box_at(self.shape, dims, tuple(self.mesh), place)
 
     def box_of(self, rank: int) -> Box | None:
         return dict(self.boxes()).get(rank)

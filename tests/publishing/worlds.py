@@ -167,12 +167,12 @@ def die(how):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def die_in(method, how):
-    """Dies at the start of the third version that this rank sends or receives."""
+def die_in(method, how, is_ready):
+    """Dies at the start of a version that this rank sends or receives, the third or a later one."""
     usual, count = getattr(Exchange, method), itertools.count(1)
 
     def dying(*args):
-        if next(count) == 3:
+        if next(count) >= 3 and is_ready():
             die(how)
         return usual(*args)
 
@@ -189,14 +189,14 @@ def publishing(rank, address, where, how, dying):
     publisher = dt.publish(model, address, timeout=10)
     store = publisher._line.store
     if (where, rank) == ("send", dying):
-        die_in("send", how)
+        die_in("send", how, lambda: store.add("came", 0) == 3)
     for step in itertools.count():
         try:
             publisher.send(step)
         except dt.errors.CommError as error:
             report(f"at step {step}: {error}")
             store.set("lost", "")
-        if (where, rank) == ("idle", dying) and step == 20:
+        if (where, rank) == ("idle", dying) and store.add("came", 0) == 3:
             die(how)
         done = torch.tensor([store.add("done", 0)])
         torch.distributed.all_reduce(done)
@@ -214,7 +214,7 @@ def first(rank, address, where, how, dying):
     model = dt.shard_module(mlp(), dt.init_mesh((2,), ("dp",)), ROWS)
     receiver = dt.receive(model, address, timeout=10)
     if (where, rank) == ("receive", dying):
-        die_in("receive", how)
+        die_in("receive", how, lambda: True)
     updates(model, receiver, 10**6, (where, rank) == ("between", dying) and how)
 
 
@@ -248,6 +248,8 @@ def updates(model, receiver, count, how):
                     start = dt.shard_tensor(start.detach(), mesh, places, check=False).to_local()
                     x = x.to_local()
                 assert ((x - start).round() == (receiver.step or 0)).all()
+        if number == 0:
+            receiver._line.store.add("came", 1)
         if number == 2 and how:
             die(how)
 
