@@ -404,6 +404,12 @@ BAD: dict[str, dict[str, str]] = {
     "dt.pretrained.load(lin(),'nowhere')": {
         "model": MODULE, "files": "None 3 [3]", "mesh": MESH, "plan": PLAN, "names": "3 'x' [1]",
         "strict": f"None {FLAGS}", "init": "3 'x'"},
+    "dt.publish(lin(),'127.0.0.1:0')": {
+        "model": MODULE, "address": "None 3 'x' 'x:' 'x:99999'", "dtype": DTYPE,
+        "timeout": f"0 {TIME}"},
+    "dt.receive(lin(),'127.0.0.1:1')": {
+        "model": MODULE, "address": "None 3 'x' ':1' 'x:-1'", "names": "3 'x' [1]",
+        "strict": f"None {FLAGS}", "timeout": f"0 {TIME}"},
     "dt.local_map(torch.relu,out_placements=(S0,R))": {
         "fn": FUNCTION, "in_placements": "3 'x'", "out_placements": "3 'x'",
         "in_grad_placements": "3 'x'", "out_shapes": "3 'x' (4,-4) (4.0,)", "device_mesh": MESH},

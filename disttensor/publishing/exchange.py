@@ -21,7 +21,7 @@ Tensor = torch.Tensor
 BUCKET = 32 * 2**20  # bytes of a message, except that a piece is never cut
 
 
-class Exchange:
+class PieceExchange:
     """The group of a publisher of ``size`` ranks and the world ``receiver`` of ``joining`` ranks,
     as rank ``rank`` of both together. All of these ranks make the object at the same time."""
 

@@ -28,7 +28,7 @@ from disttensor.comm.objects import gather_results, run_on_all_ranks
 from disttensor.comm.process_group import open_store, read_key, world
 from disttensor.errors import CommError, MismatchError, headline
 from disttensor.nn.shard_module import check_module
-from disttensor.publishing.exchange import Exchange
+from disttensor.publishing.exchange import PieceExchange
 from disttensor.publishing.lifeline import PAUSE, PUBLISHER, Lifeline, split_address
 from disttensor.publishing.world_tensor import WorldTensor, tensors_of
 from disttensor.tensor.checkpointable import has_box, spec_of_boxes
@@ -125,7 +125,7 @@ class Publisher:
         self._deadline: float | None = None  # of close
         self._failure: Exception | None = None  # of the thread
         # The thread's own
-        self._exchanges: dict[str, Exchange] = {}
+        self._exchanges: dict[str, PieceExchange] = {}
         self._subscribers: dict[str, Subscriber] = {}
         self._events = 0  # that rank 0 has read
         self._drops: dict[str, str] = {}  # receiver -> how it was lost; "": it has left
@@ -321,7 +321,7 @@ class Publisher:
             if exchange is None:
                 self._line.watched[receiver] = joining
                 rows = self._line.read(f"{receiver}/facts", receiver)
-                exchange = self._exchanges[receiver] = Exchange(
+                exchange = self._exchanges[receiver] = PieceExchange(
                     self._line, receiver, self._rank, self._size, joining, self.timeout, self._sent,
                     [WorldTensor(*row) for row in rows],
                 )  # fmt: skip

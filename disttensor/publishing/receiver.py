@@ -17,7 +17,7 @@ from disttensor.comm.objects import gather_results, run_on_all_ranks
 from disttensor.comm.process_group import open_store, read_key, world
 from disttensor.errors import CommError, headline
 from disttensor.nn.shard_module import check_module
-from disttensor.publishing.exchange import Exchange
+from disttensor.publishing.exchange import PieceExchange
 from disttensor.publishing.lifeline import PUBLISHER, Lifeline, split_address
 from disttensor.publishing.world_tensor import WorldTensor
 from disttensor.tensor.checkpointable import prepare_to_read, spec_of_boxes
@@ -112,7 +112,7 @@ class Receiver:
         if self._rank == 0:
             self._line.write(f"{self.name}/facts", self._facts)
         self._line.watched[PUBLISHER] = self._senders
-        self._exchange: Exchange | None = None
+        self._exchange: PieceExchange | None = None
         self._requests = self._version = 0
         self._is_over = False
 
@@ -185,7 +185,7 @@ class Receiver:
             return [], []
         try:
             if self._exchange is None:
-                self._exchange = Exchange(
+                self._exchange = PieceExchange(
                     self._line, self.name, self._senders + self._rank, self._senders, self._size,
                     self.timeout, self._sent, facts,
                 )  # fmt: skip

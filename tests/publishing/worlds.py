@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import disttensor as dt
-from disttensor.publishing.exchange import Exchange
+from disttensor.publishing.exchange import PieceExchange
 from tests.comm.deaths import run_worlds
 
 STEPS = 3
@@ -169,14 +169,14 @@ def die(how):
 
 def die_in(method, how, is_ready):
     """Dies at the start of a version that this rank sends or receives, the third or a later one."""
-    usual, count = getattr(Exchange, method), itertools.count(1)
+    usual, count = getattr(PieceExchange, method), itertools.count(1)
 
     def dying(*args):
         if next(count) >= 3 and is_ready():
             die(how)
         return usual(*args)
 
-    setattr(Exchange, method, dying)
+    setattr(PieceExchange, method, dying)
 
 
 def report(words):
