@@ -688,6 +688,13 @@ def start_fake_world(rank: int, size: int) -> None:
 # Finds the bytes of a tensor in a file of ``torch.save``.
 ArchiveReader: Any = need("to load checkpoints", torch._C, "PyTorchFileReader")
 
+
+def storage_info() -> Any:
+    """Returns the class that says where a piece of a checkpoint is. Its module imports slowly."""
+    module = importlib.import_module("torch.distributed.checkpoint.filesystem")
+    return need("to write checkpoints", module, "_StorageInfo")
+
+
 # The method that calls a module's hooks and its forward.
 module_call: Any = need("to see which forwards run", torch.nn.Module, "_call_impl")
 global_module_hooks: tuple[Any, ...] = tuple(

@@ -11,10 +11,9 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from pathlib import Path
 
 _calling = threading.RLock()
-_writing: list[tuple[Path, Future[None]]] = []  # the oldest first
+_writing: list[tuple[str, Future[None]]] = []  # the oldest first
 
 
 @contextlib.contextmanager
@@ -24,7 +23,7 @@ def hold_lock() -> Iterator[None]:
         yield
 
 
-def start(folder: Path, job: Callable[[], None]) -> Future[None]:
+def start(folder: str, job: Callable[[], None]) -> Future[None]:
     """Runs ``job``, which writes into ``folder``, in a thread, after all jobs started before."""
     before = [future for _, future in _writing]
 
@@ -35,11 +34,11 @@ def start(folder: Path, job: Callable[[], None]) -> Future[None]:
     executor = ThreadPoolExecutor(1, "checkpoint")
     future = executor.submit(run)
     executor.shutdown(wait=False)  # the thread ends after the job
-    _writing[:] = [*(each for each in _writing if not each[1].done()), (folder.resolve(), future)]
+    _writing[:] = [*(each for each in _writing if not each[1].done()), (folder, future)]
     return future
 
 
-def wait(folder: Path) -> None:
+def wait(folder: str) -> None:
     """Waits until no job writes into ``folder``: a new save removes the files of an unfinished
     save, and a finished save removes old checkpoints."""
-    wait_for([future for other, future in _writing if other == folder.resolve()])
+    wait_for([future for other, future in _writing if other == folder])

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-import io
-import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from disttensor.checkpoint import background_writer, folder
+from disttensor.checkpoint import background_writer, dcp_metadata
+from disttensor.checkpoint.folder import LocalFolder, read_mark
+from disttensor.checkpoint.object_folder import ObjectFolder
+from disttensor.checkpoint.saved_layout import WritePlan, plan_writes
 from disttensor.checkpoint.state import Tensors, check_loadable, collect, parameter_names, restore
-from disttensor.checkpoint.synced_file import Sums, SyncedFile
+from disttensor.checkpoint.synced_file import Sums
+from disttensor.checkpoint.tensor_file import Reader, file_of, local_of, write_pieces
+from disttensor.checkpoint.values_file import SavedValues, file_of_values, read_values
 from disttensor.checks import check_bool, check_int, check_type
 from disttensor.comm import compare_programs, objects
 from disttensor.comm.groups import Group, new_group
@@ -24,13 +26,15 @@ from disttensor.comm.process_group import world
 from disttensor.errors import MismatchError
 from disttensor.progress import Advance, bar, show_nothing
 from disttensor.random import counter
+from disttensor.tensor import views
 from disttensor.tensor.dist_tensor import DistTensor
 
-VALUES = "values.pt"
 RANDOM = "random"
 _KINDS = (OSError, ValueError, TypeError, MismatchError, RuntimeError)
 _gather = partial(objects.gather_results, kinds=_KINDS)
 _run_on_all_ranks = partial(objects.run_on_all_ranks, kinds=_KINDS)
+_Ranks = tuple[int, ...]
+_Facts = dict[_Ranks, dict[str, str]]  # ranks that have the same -> what -> its digest
 
 
 class _Job(NamedTuple):
@@ -38,15 +42,15 @@ class _Job(NamedTuple):
 
     step: int
     path: Path
-    planner: Any
-    plan: Any
-    metadata: Any
-    values: dict[str, Any]
+    plan: WritePlan
+    tensors: Mapping[str, Any]  # of the pieces
+    values: SavedValues
     error: Exception | None = None  # of making the copies
 
 
 class Checkpointer:
-    """Keeps the newest ``keep`` checkpoints of a run in ``folder``, which all ranks share.
+    """Keeps the newest ``keep`` checkpoints of a run in ``folder``, which all ranks share:
+    a path, or a URL of fsspec, such as ``s3://bucket/run``.
 
     ``save(step, model=..., optimizer=...)`` accepts models, optimizers, objects with ``state_dict``
     and ``load_state_dict`` (schedulers, scalers, a ``shard_loader``), tensors, lists and dicts.
@@ -69,14 +73,16 @@ class Checkpointer:
         check_type("Checkpointer: folder", folder, (str, Path), "a path")
         if keep is not None:
             check_int("Checkpointer: keep", keep, 1)
-        self.folder, self.keep = Path(folder), keep
+        is_url = "://" in str(folder)
+        self.folder: str | Path = str(folder) if is_url else Path(folder)
+        self.keep = keep
+        self._files = ObjectFolder(str(folder)) if is_url else LocalFolder(Path(folder))
         self._saving: Future[None] | None = None  # its error is the same on all ranks
-        self._memory: dict[Any, torch.Tensor] = {}  # copies of the save before
-        self._planned: tuple[Any, Any] = None, None  # the tensors of the last plan, and the plan
+        self._memory: dict[str, torch.Tensor] = {}  # copies of the save before
 
     def steps(self) -> list[int]:
         """Returns the steps of the complete checkpoints, the newest last."""
-        return [saved.step for saved in folder.complete(self.folder)]
+        return [saved.step for saved in self._files.complete()]
 
     @background_writer.hold_lock()
     def save(self, step: int, *, background: bool = False, **state: Any) -> None:
@@ -89,58 +95,49 @@ class Checkpointer:
         step = check_int("Checkpointer.save: step", step, 0)
         check_bool("Checkpointer.save: background", background)
         self._wait()
-        what = f"Checkpointer.save into {self.folder.name}, step {step}"
+        what = f"Checkpointer.save into {self._files.name}, step {step}"
         group = _group()
         tensors: Tensors = {}
         values: dict[str, Any] = {}
+        facts: _Facts = {}
 
-        def prepare() -> tuple[Any, str, str, dict[Any, str], bytes]:
+        def prepare() -> tuple[str, str, dict[str, str]]:
             compare_programs.check()
             if RANDOM in state:
                 raise ValueError(f"{RANDOM}= is a name that the checkpointer needs itself")
-            names = parameter_names(state)
+            names, holders = parameter_names(state), dict[str, _Ranks]()
             for key, x in state.items():
-                values[key] = collect(key, x, names, tensors)
+                values[key] = collect(key, x, names, tensors, holders)
                 check_loadable(key, values[key])
-            path = folder.begin(self.folder, step) if group.index == 0 else None
             states = {key: v.pop("state") for key, v in values.items() if v["kind"] == "optimizer"}
-            digests, firsts = _by_mesh(states, group.index)
-            digests |= {(key, ()): _digest(value) for key, value in values.items()}
-            regular = {name: x for name, x in tensors.items() if type(x) is torch.Tensor}
-            digests |= {(name, ()): _digest(x) for name, x in regular.items()}
+            plans.append(plan_writes(tensors, holders))
+            facts.update(_facts(values, states, tensors, holders, plans[0]))
             generator = torch.get_rng_state()
             values[RANDOM] = {"state": counter.get_state(), "torch": generator}
-            return path, _specs(tensors), _digest(generator), digests, _packed(firsts)
+            parts.append(_part_of(group.index, values, states, plans[0]))
+            name = self._files.begin(step).name if group.index == 0 else ""
+            return name, _digest(generator), {_digest(r): _digest(f) for r, f in facts.items()}
 
+        plans: list[WritePlan] = []
+        parts: list[SavedValues] = []
         everyone = _gather(what, group, prepare)
-        seen: dict[Any, tuple[int, str]] = {}
-        for rank, (*_, digests, firsts) in enumerate(everyone):
-            for part, digest in digests.items():
-                other, expected = seen.setdefault(part, (rank, digest))
-                if digest != expected:
-                    raise ValueError(
-                        f"{what}: {part[0]} is not the same on ranks {other} and {rank}: values "
-                        "that differ between ranks have no meaning on another mesh. Save a global "
-                        "value, or leave it out"
-                    )
-            for key, states in _unpacked(firsts).items():
-                values[key].setdefault("state", {}).update(states)
-        if len({generator for _, _, generator, *_ in everyone}) > 1:
+        _compare(what, group, [digests for *_, digests in everyone], facts)
+        if len({generator for _, generator, _ in everyone}) > 1:
             values[RANDOM]["torch"] = None
-        specs = [theirs[1] for theirs in everyone]
-        planner, plan, metadata = self._plan(what, group, tensors, specs)
-        job = _Job(step, everyone[0][0], planner, plan, metadata, values)
+        plan = plans[0]
+        path = self._files.path / everyone[0][0]
+        job = _Job(step, path, plan, {n: tensors[n] for n in plan.pieces}, parts[0])
         if not background:
-            with bar("saving", sum(map(_bytes, plan.items)), "B") as advance:
+            with bar("saving", plan.nbytes(), "B") as advance:
                 self._write(what, job, group, advance)
             return
         try:
-            planner.stage(plan, self._memory)
-            self._memory = planner.copies
+            self._memory = _copies(job.tensors, self._memory)
+            job = job._replace(tensors=self._memory)
         except Exception as caught:  # the writer reports it to the other ranks
             job = job._replace(error=caught)
         self._saving = background_writer.start(
-            self.folder, partial(self._write, what, job, _group(" writer"))
+            self._key(), partial(self._write, what, job, _group(" writer"))
         )
 
     def wait(self) -> None:
@@ -162,22 +159,26 @@ class Checkpointer:
         if step is not None:
             step = check_int("Checkpointer.load: step", step, 0)
         self._wait()
-        what, group = f"Checkpointer.load from {self.folder.name}", _group()
-        path = _gather(what, group, lambda: self._find(step) if group.index == 0 else None)[0]
-        if path is None:
+        what, group = f"Checkpointer.load from {self._files.name}", _group()
+        name = _gather(what, group, lambda: self._find(step) if group.index == 0 else None)[0]
+        if name is None:
             return None
+        path = self._files.path / name
 
         def read() -> tuple[int, Any, list[Callable[[], Any]]]:
             tensors: Tensors = {}
-            reached = folder.check(path, group.index, group.size)
-            values = torch.load(path / VALUES, weights_only=True)
+            reached, files = read_mark(self._files, path)
+            saved = read_values(self._files, path, files)
+            values = saved.values
             lacking = [key for key in state if key not in values]
             if lacking:
                 there = ", ".join(key for key in values if key != RANDOM)
                 raise ValueError(f"{path} has no {lacking[0]}: it has {there}")
             names = parameter_names(state)
             put = [restore(key, x, values[key], names, tensors) for key, x in state.items()]
-            return reached, values[RANDOM], [_storage().reading(path, tensors), *put]
+            reader = Reader(self._files, path, files, saved.layouts, tensors)
+            reader.check()
+            return reached, values[RANDOM], [reader.fill, *put]
 
         def fill() -> None:
             for put in fills:
@@ -192,74 +193,69 @@ class Checkpointer:
 
     def _wait(self) -> None:
         self.wait()
-        background_writer.wait(self.folder)  # of other Checkpointers, which raise their errors
+        background_writer.wait(self._key())  # of other Checkpointers, which raise their errors
 
-    def _find(self, step: int | None) -> Path | None:
-        found = [s for s in folder.complete(self.folder) if step is None or s.step == step]
+    def _key(self) -> str:
+        """Returns a name of the folder that is the same for all its Checkpointers."""
+        return self._files.key or str(Path(self.folder).resolve())
+
+    def _find(self, step: int | None) -> str | None:
+        found = [s for s in self._files.complete() if step is None or s.step == step]
         if step is not None and not found:
             raise ValueError(
                 f"there is no complete checkpoint of step {step} in {self.folder}: the steps are "
                 f"{self.steps()}"
             )
-        return found[-1].path if found else None
-
-    def _plan(
-        self, what: str, group: Group, tensors: Tensors, specs: list[Any]
-    ) -> tuple[Any, Any, Any]:
-        """Returns the plan of writes; the last plan, if the tensors of all ranks are unchanged."""
-        planner = _storage().Staged()
-        planner.set_up_planner(tensors, is_coordinator=group.index == 0)
-        if self._planned[0] != specs:
-            plans = _gather(what, group, planner.create_local_plan)
-            self._planned = specs, planner.create_global_plan(plans)
-        plans, metadata = self._planned[1]
-        return planner, planner.finish_plan(plans[group.index]), metadata
+        return found[-1].path.name if found else None
 
     def _write(self, what: str, job: _Job, group: Group, advance: Advance = show_nothing) -> None:
-        writer = _storage().Writer(job.path, advance)
+        files, sums = self._files, Sums()
 
-        def write() -> tuple[Any, Sums]:
+        def write() -> Sums:
             if job.error is not None:
                 raise job.error
-            return writer.write(job.plan, job.planner, group.index), writer.sums
+            if job.plan.pieces:
+                name = file_of(group.index)
+                with files.create(job.path, name, sums, advance) as data:
+                    write_pieces(data, job.plan.pieces, job.tensors)
+            if any(job.values):
+                file: Any = files.create(job.path, file_of_values(group.index), sums)
+                with file:
+                    torch.save(tuple(job.values), file)
+            return sums
 
         def publish() -> None:
-            writer.finish(job.metadata, [results for results, _ in everyone])
-            file: Any = SyncedFile(job.path / VALUES, writer.sums)
-            with file:
-                torch.save(job.values, file)
-            sums = {name: s for _, some in everyone for name, s in some.items()}
-            folder.publish(job.path, job.step, {**sums, **writer.sums})
-            folder.prune(self.folder, self.keep)
+            every = {name: s for some in everyone for name, s in some.items()}
+            files.check_sizes(job.path, every)
+            data = dcp_metadata.metadata_of(files, job.path, every, dcp_metadata.MOST)
+            if data is not None:
+                with files.create(job.path, dcp_metadata.FILE, every) as file:
+                    file.write(data)
+            files.publish(job.path, job.step, every)
+            files.prune(self.keep)
 
         try:
             everyone = _gather(what, group, write)
             _run_on_all_ranks(what, group, publish if group.index == 0 else lambda: None)
         except Exception:
             if group.index == 0:
-                shutil.rmtree(job.path, ignore_errors=True)
+                files.discard(job.path)
             raise
 
 
-def _packed(states: Any) -> bytes:
-    """Returns the file of states that ``check_loadable`` has accepted."""
-    file = io.BytesIO()
-    torch.save(states, file)
-    return file.getvalue()
-
-
-def _unpacked(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=True)
-
-
-def _bytes(item: Any) -> int:
-    """Returns the bytes of an item of a plan of writes; 0 if it is no tensor."""
-    data = item.tensor_data
-    return 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
-
-
-def _storage() -> Any:
-    return import_module("disttensor.checkpoint.storage")
+def _copies(
+    tensors: Mapping[str, torch.Tensor], memory: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Returns copies of pieces. ``memory``: buffers of the previous save, which are used again."""
+    copies = {}
+    for name, x in tensors.items():
+        data, old = local_of(x), memory.get(name)
+        if old is None or (old.shape, old.dtype) != (data.shape, data.dtype):
+            old = torch.empty(data.shape, dtype=data.dtype)
+        copies[name] = old.copy_(data, non_blocking=True)
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    return copies
 
 
 def _group(purpose: str = "") -> Group:
@@ -268,30 +264,55 @@ def _group(purpose: str = "") -> Group:
     return new_group(range(world()[1]), ("world",), f"checkpoint{purpose}")
 
 
-def _by_mesh(states: Any, rank: int) -> tuple[dict[Any, str], dict[str, Any]]:
-    """Returns, for the states of optimizers: (optimizer, ranks of a mesh) -> digest of the states
-    there, and optimizer -> states that this rank, the first of their mesh, reports."""
-    parts: dict[Any, Any] = {}
-    firsts: dict[str, Any] = {key: {} for key in states}
-    for key, state in states.items():
-        for name, (ranks, tree) in state.items():
-            parts.setdefault((key, (*ranks, "state")), {})[name] = tree
-            if rank == (ranks or (0,))[0]:
-                firsts[key][name] = tree
-    return {part: _digest(trees) for part, trees in parts.items()}, firsts
+def _facts(
+    values: Any, states: Any, tensors: Tensors, holders: Mapping[str, _Ranks], plan: WritePlan
+) -> _Facts:
+    """Returns digests of what is the same on all ranks that have it; (): on all ranks."""
+    facts: _Facts = {(): {key: _digest(value) for key, value in values.items()}}
+    for key, of in states.items():
+        for name, (ranks, tree) in of.items():
+            facts.setdefault(ranks, {})[f"{key}, the state of {name},"] = _digest(tree)
+    for name, layout in plan.layouts.items():
+        x = tensors[name]
+        if isinstance(x, DistTensor):
+            if x._view_state is not None:
+                views.check(x)
+            facts.setdefault(layout.mesh[0], {})[f"the layout of {name}"] = str(layout)
+        else:
+            facts.setdefault(holders.get(name, ()), {})[name] = _digest(x)
+    return facts
 
 
-def _specs(tensors: Tensors) -> str:
-    """Returns a value that changes if the inputs of a plan change."""
-    digest = hashlib.blake2b(digest_size=16)
-    known: dict[Any, str] = {}
-    for name, x in tensors.items():
-        kind = x.spec if isinstance(x, DistTensor) else (x.shape, x.dtype)
-        if kind not in known:
-            mesh = (x.spec.mesh, x.spec.mesh.ranks) if isinstance(x, DistTensor) else None
-            known[kind] = f"{kind} {mesh}"
-        digest.update(f"{name} {known[kind]}\n".encode())
-    return digest.hexdigest()
+def _compare(what: str, group: Group, everyone: list[dict[str, str]], facts: _Facts) -> None:
+    """Raises ValueError on all ranks if facts differ. Only then the ranks exchange the facts."""
+    seen: dict[str, str] = {}
+    if all(seen.setdefault(r, fact) == fact for of in everyone for r, fact in of.items()):
+        return
+    known: dict[Any, tuple[int, str]] = {}
+    mine = {(hashed, name): d for r, of in facts.items() for name, d in of.items()
+            for hashed in [_digest(r)]}  # fmt: skip
+    for rank, of in enumerate(_gather(what, group, lambda: mine)):
+        for (ranks, name), digest in of.items():
+            other, expected = known.setdefault((ranks, name), (rank, digest))
+            if digest != expected:
+                raise ValueError(
+                    f"{what}: {name} is not the same on ranks {other} and {rank}: values "
+                    "that differ between ranks have no meaning on another mesh. Save a global "
+                    "value, or leave it out"
+                )
+    raise ValueError(f"{what}: the ranks save tensors of different names")
+
+
+def _part_of(rank: int, values: Any, states: Any, plan: WritePlan) -> SavedValues:
+    """Returns the values that this rank writes: those of meshes whose first rank it is."""
+    mine = {
+        key: {name: tree for name, (ranks, tree) in of.items() if (ranks or (0,))[0] == rank}
+        for key, of in states.items()
+    }
+    layouts = {n: tuple(of) for n, of in plan.layouts.items() if of.mesh[0][0] == rank}
+    if rank == 0:
+        return SavedValues(values, mine, layouts)
+    return SavedValues({}, {key: of for key, of in mine.items() if of}, layouts)
 
 
 def _digest(value: Any) -> str:

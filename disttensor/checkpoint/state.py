@@ -11,7 +11,7 @@ import copy
 import io
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from typing import Any
 
 import torch
@@ -40,9 +40,12 @@ def parameter_names(objects: Mapping[str, Any]) -> dict[int, str]:
     return {id(p): f"{key}.{name}" for key, model in models for name, p in model.named_parameters()}
 
 
-def collect(key: str, x: Any, names: Mapping[int, str], tensors: Tensors) -> Any:
+def collect(
+    key: str, x: Any, names: Mapping[int, str], tensors: Tensors,
+    holders: dict[str, tuple[int, ...]] | None = None,
+) -> Any:  # fmt: skip
     """Returns the tree of one object, and adds its tensors to ``tensors``. Raises TypeError for
-    an object that cannot be loaded."""
+    an object that cannot be loaded. ``holders`` gets the ranks of tensors that some ranks lack."""
     if isinstance(x, nn.Module):
         known: dict[int, str] = {}
         tied, state = {}, {}
@@ -57,15 +60,20 @@ def collect(key: str, x: Any, names: Mapping[int, str], tensors: Tensors) -> Any
         options = [{k: v for k, v in g.items() if k not in _LISTS} for g in x.param_groups]
         params = [p for group in x.param_groups for p in group["params"]]
         held = {_name(p, names, key): (_ranks(x, p), x.state[p]) for p in params if p in x.state}
+        states = {}
+        for name, (ranks, of) in held.items():
+            if ranks is not None:
+                before = len(tensors)
+                tree = _split(of, f"{key}.state.{name}", tensors, small=1)
+                states[name] = ranks, tree
+                if ranks and holders is not None:
+                    new = islice(reversed(tensors), len(tensors) - before)
+                    holders.update(dict.fromkeys(new, ranks))
         return {
             "kind": "optimizer",
             "params": [[_name(p, names, key) for p in group["params"]] for group in x.param_groups],
             "options": _split(options, f"{key}.options", tensors),
-            "state": {
-                name: (ranks, _split(of, f"{key}.state.{name}", tensors, small=1))
-                for name, (ranks, of) in held.items()
-                if ranks is not None
-            },
+            "state": states,
             "own": _split(_own_state(x), f"{key}.own", tensors),
         }
     if hasattr(x, "state_dict") and hasattr(x, "load_state_dict"):

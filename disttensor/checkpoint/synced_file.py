@@ -11,19 +11,15 @@ from typing import Any
 from disttensor.progress import Advance, show_nothing
 
 Sums = dict[str, tuple[int, int]]  # name of a file -> (bytes, CRC-32)
-_CHUNK = 1 << 20
 
 
-class SyncedFile(io.RawIOBase):
-    """A new file. Its content is on the disk when ``close`` returns, which adds its sum to
-    ``sums``. ``advance`` is called with the bytes of each write."""
+class SummedFile(io.RawIOBase):
+    """A new file. ``close`` adds its size and checksum to ``sums``, under its name. ``advance`` is
+    called with the bytes of each write."""
 
-    def __init__(
-        self, path: str | os.PathLike[str], sums: Sums, advance: Advance = show_nothing
-    ) -> None:
-        self.path, self.sums, self.advance = Path(path), sums, advance
+    def __init__(self, file: Any, path: str, sums: Sums, advance: Advance = show_nothing) -> None:
+        self.file, self.path, self.sums, self.advance = file, path, sums, advance
         self.size = self.crc = 0
-        self.file = open(path, "wb", buffering=0)  # noqa: SIM115
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
@@ -32,7 +28,7 @@ class SyncedFile(io.RawIOBase):
             while done < len(view):  # a disk that is nearly full takes a part
                 done += self.file.write(view[done:]) or 0
         except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self.path)) from None
+            raise OSError(error.errno, error.strerror, self.path) from None
         self.crc = zlib.crc32(view, self.crc)
         self.size += done
         self.advance(done)
@@ -42,16 +38,30 @@ class SyncedFile(io.RawIOBase):
         return self.size
 
     def fileno(self) -> int:
-        return self.file.fileno()
+        return int(self.file.fileno())
+
+    def finish(self) -> None:
+        """Makes the content last."""
+        os.fsync(self.file.fileno())
 
     def close(self) -> None:
         if not self.file.closed:
             try:
-                os.fsync(self.file.fileno())
+                self.finish()
             finally:
                 self.file.close()
-            self.sums[self.path.name] = (self.size, self.crc)
+            self.sums[os.path.basename(self.path)] = (self.size, self.crc)
         super().close()
+
+
+class SyncedFile(SummedFile):
+    """A file of a file system. Its content is on the disk when ``close`` returns."""
+
+    def __init__(
+        self, path: str | os.PathLike[str], sums: Sums, advance: Advance = show_nothing
+    ) -> None:
+        file = open(path, "wb", buffering=0)  # noqa: SIM115
+        super().__init__(file, os.fspath(path), sums, advance)
 
 
 def sync_folder(folder: Path) -> None:
@@ -69,14 +79,3 @@ def path_inside(folder: Path, name: str) -> Path:
     if not name or Path(name).name != name:
         raise ValueError(f"{folder} names the file {name!r}, which is outside of this folder")
     return folder / name
-
-
-def sum_of(path: Path, advance: Advance = show_nothing) -> tuple[int, int]:
-    """Returns (bytes, CRC-32) of a file."""
-    crc = size = 0
-    with open(path, "rb", buffering=0) as file:
-        buffer = memoryview(bytearray(_CHUNK))
-        while count := file.readinto(buffer):
-            crc, size = zlib.crc32(buffer[:count], crc), size + count
-            advance(count)
-    return size, crc

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from os import PathLike
@@ -21,6 +23,7 @@ from disttensor.simulate.page import page
 from disttensor.simulate.text import amount, quantity, seconds, table
 from disttensor.simulate.timeline import timelines
 
+_FILES = 8  # of a folder: more are one line of text
 _LANES = ("compute", "communication", "wait for ranks", "wait for a stage")
 
 
@@ -143,6 +146,32 @@ class Report:
         """The kind that computes longest."""
         return max(self.kinds, key=lambda k: k.timeline.total("compute"))
 
+    def bytes_by_node(self, folder: str = "") -> dict[int, int]:
+        """Returns {node: bytes of files in ``folder`` that its ranks write}. A file of several
+        ranks counts for the node of the first one."""
+        total: Counter[int] = Counter()
+        for path, (n, ranks) in self.files.items():
+            if path.startswith(folder):
+                total[self.network.node(min(ranks))] += n
+        return dict(sorted(total.items()))
+
+    def _about_files(self) -> Iterator[str]:
+        """Yields a line about each file; of a folder with many files one line."""
+        folders: dict[str, list[str]] = {}
+        for path in self.files:
+            folders.setdefault(os.path.dirname(path) + os.sep, []).append(path)
+        for folder, paths in folders.items():
+            if len(paths) > _FILES:
+                nodes = self.bytes_by_node(folder).values()
+                yield (
+                    f"not written: {folder}, {len(paths):,} files of {amount(sum(nodes))}; one of "
+                    f"{len(nodes):,} nodes writes {amount(min(nodes))} to {amount(max(nodes))}"
+                )
+                continue
+            for path in paths:
+                n, ranks = self.files[path]
+                yield f"not written: {path}, {amount(n)} of ranks {names_of(sorted(ranks))}"
+
     # As files and text ----------------------------------------------------------------------------
 
     def as_dict(self) -> dict[str, Any]:
@@ -259,10 +288,7 @@ class Report:
         staged = [f"FLOPs of the stages: {shares}", ""] if shares else []
         layered = [*table(layer_shares.rows(self.layers)), ""] if self.layers else []
         holds = " and ".join(f"{n:,} of {name}" for name, n in self.updates.items()) or "none"
-        files = [
-            f"not written: {path}, {amount(n)} of ranks {names_of(sorted(ranks))}"
-            for path, (n, ranks) in self.files.items()
-        ]
+        files = [*self._about_files()]
         return "\n".join([
             self._summary, f"updates of optimizers in the step: {holds}", "",
             *table(self._rows), "", *staged, *layered,

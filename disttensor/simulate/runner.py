@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from disttensor.checkpoint.tensor_file import rank_of
 from disttensor.errors import SimulationError
 from disttensor.simulate.child import Child
 from disttensor.simulate.kind import names_of
@@ -141,7 +142,8 @@ class Runner:
         for path, nbytes in {path: n for run in runs for path, n in run.files.items()}.items():
             by = [run.rank for run in runs if path in run.files]
             _, others = self.files.get(path, (0, ()))
-            mine = ranks if len(by) == len(runs) else by
+            writer = rank_of(os.path.basename(path))  # of a checkpoint, whose plan names all files
+            mine = [writer] if writer is not None else ranks if len(by) == len(runs) else by
             self.files[path] = nbytes, (*others, *(r for r in mine if r not in others))
 
 

@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 
 from disttensor.checkpoint.checkpointer import Checkpointer
+from disttensor.checkpoint.saved_layout import plan_writes
 from disttensor.checkpoint.state import collect, parameter_names
+from disttensor.checkpoint.tensor_file import file_of
 from disttensor.errors import SimulationError, user_line
 from disttensor.simulate.scratch_files import ScratchFiles
-from disttensor.tensor.base import MeshTensor
 from disttensor.torch_private import FakeTensor, start_fake_world, storage_id
 
 _MARK = b"tensors without data:"
@@ -114,17 +115,19 @@ def _load(usual: Callable[..., Any], f: Any, *args: Any, **kwargs: Any) -> Any:
 def _save_state(
     self: Checkpointer, files: ScratchFiles, step: int, *, background: bool = False, **state: Any
 ) -> None:
-    """Notes the bytes that this rank writes, in place of ``Checkpointer.save``."""
-    tensors: dict[str, Any] = {}
+    """Notes the files of tensors that the ranks of this kind write, in place of
+    ``Checkpointer.save``."""
+    tensors, holders = dict[str, Any](), dict[str, tuple[int, ...]]()
     names = parameter_names(state)
     for key, x in state.items():
-        collect(key, x, names, tensors)
+        collect(key, x, names, tensors, holders)
     folder = os.path.join(self.folder, f"step-{step}")
     os.makedirs(folder, exist_ok=True)
-    file = os.path.join(folder, f"rank-{dist.get_rank()}")
-    with open(file, "wb"):
-        locals_ = (t.local if isinstance(t, MeshTensor) else t for t in tensors.values())
-        files.saved[files.absolute(file)] = sum(t.nbytes for t in locals_ if t is not None)
+    for rank, nbytes in plan_writes(tensors, holders).nbytes_of_ranks().items():
+        if nbytes:
+            file = os.path.join(folder, file_of(rank))
+            with open(file, "wb"):
+                files.saved[files.absolute(file)] = nbytes
 
 
 # Data and objects ---------------------------------------------------------------------------------

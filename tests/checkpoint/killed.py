@@ -23,8 +23,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint
 
 import disttensor as dt
-from disttensor.checkpoint import folder as folders
 from disttensor.checkpoint import synced_file
+from disttensor.checkpoint.folder import LocalFolder
 
 RANKS, SECONDS = 2, 60.0
 
@@ -127,7 +127,7 @@ def whole(folder: Path, known: dict[int, Any]) -> int:
     found = [*model.state_dict().values(), *(s["exp_avg"] for s in optimizer.state.values())]
     for x, y in zip(found, known[step], strict=True):
         assert torch.equal(x, y), step
-    assert len(folders.complete(folder)) in (1, 2)
+    assert len(LocalFolder(folder).complete()) in (1, 2)
     checkpoints.save(3, model=model, optimizer=optimizer)  # removes what is left of the other
     assert not [name for name in os.listdir(folder) if name.startswith(".")]
     return step

@@ -386,7 +386,8 @@ def test_a_script_that_saves_its_model_leaves_the_real_file(
     nbytes, ranks = report.files[str(real)]
     assert ranks == (0,) and 512 * 513 * 4 < nbytes < 512 * 513 * 4 + 1000
     whole = [(n, by) for path, (n, by) in report.files.items() if "states" in path]
-    assert whole == [(512 * 513 * 4, (rank,)) for rank in range(4)]
+    assert sum(n for n, _ in whole) == 512 * 513 * 4  # of the weight and the bias, once
+    assert sorted(by for _, by in whole) == [(0,), (1,)]
     assert "model.pt, 1.00 MiB of ranks 0" in str(report)
     assert capsys.readouterr().out == "saved 0\n"
 
