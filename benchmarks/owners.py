@@ -104,7 +104,7 @@ def rank_main(rank: int, n: int, port: int, args: Any, results: Any) -> None:
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
     settings = Settings(width=args.width, depth=args.depth)
-    runs = sides(settings)
+    runs = {k: v for k, v in sides(settings).items() if k.startswith(("one", *args.only))}
     sent = {}
     for name, side in runs.items():
         side()  # makes state, groups and plans
@@ -156,6 +156,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--only", nargs="+", default=["DDP", *WAYS], help="sides, by their names")
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
     print(f"{args.depth} blocks of width {args.width}; {machine()}\n")
