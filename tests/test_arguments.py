@@ -388,7 +388,7 @@ BAD: dict[str, dict[str, str]] = {
     "dt.local_ranks(2)": {"nprocs": COUNT, "output": "None 3 'some'"},
     "dt.verify(step,2)": {
         "fn": FUNCTION, "nprocs": COUNT, "args": "None 3 'x'", "steps": COUNT, "whole": "3 'x'",
-        "dtype": "3 'x' torch.int64"},
+        "dtype": "3 'x' torch.int64", "timeout": "0 -1 'x'"},
     "dt.watch(3)": {"seconds": f"None 0 {TIME}"},
     "dt.from_dtensor(dt.to_dtensor(x))": {"x": "None 3 t x"},
     "dt.api.create.from_fn(torch.ones,grid(),(S0,R),(4,))": {
