@@ -18,8 +18,8 @@ from tests.test_imports import FILES
 #   api, comm    facts of the ranks are compared at entries (agree); keys of each world in the
 #                store, each read in one operation; sizes in messages; ranks in different
 #                collectives are named, but not threads beside the program; late ranks get an error
-#   checkpoint   containers are filled in place, names in files are checked, models replaced at once;
-#                plans without collectives, in a format of our own (+430); object stores (+155)
+#   checkpoint   containers are filled in place, names in files are checked, models replaced at
+#                once; plans without collectives, in an own format (+430); object stores (+155)
 #   data         the position of a loader is one value with a digest; replicas are compared
 #   fsdp         calls for modules in one another; the methods of torch's FSDPModule
 #   drawing      pictures of pipeline, simulate and pieces in one package
