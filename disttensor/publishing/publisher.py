@@ -227,6 +227,8 @@ class Publisher:
 
         def join() -> None:
             self._thread.join(3 * self.timeout)
+            if self._server is not None:  # which may last: no receiver joins any more
+                self._server.delete_key(f"{PUBLISHER}/facts")
 
         try:
             run_on_all_ranks("Publisher.close", self._group, join)
