@@ -40,6 +40,7 @@ def worlds() -> dict[str, dict[str, list[tuple[int | None, float, str]]]]:
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.limit(400)
 def test_worlds_of_other_sizes_and_strategies_have_each_step_whole(worlds: Any) -> None:
     """Four receivers at once: a regular module, two ranks, three ranks, and other names."""
@@ -53,6 +54,7 @@ def test_worlds_of_other_sizes_and_strategies_have_each_step_whole(worlds: Any) 
             assert max(sent) < 1.5 * sum(sent) / 4, sent
 
 
+@pytest.mark.slow
 @pytest.mark.limit(400)
 @pytest.mark.parametrize("case", LOSSES)
 def test_a_lost_receiver_is_named_and_the_publisher_goes_on(worlds: Any, case: str) -> None:
@@ -68,6 +70,7 @@ def test_a_lost_receiver_is_named_and_the_publisher_goes_on(worlds: Any, case: s
     assert other[0] in (0, 1) and f"rank {dying} " in other[2], ranks
 
 
+@pytest.mark.slow
 @pytest.mark.limit(400)
 @pytest.mark.parametrize("case", ENDS)
 def test_a_lost_publisher_is_named_and_the_weights_stay_whole(worlds: Any, case: str) -> None:
@@ -79,6 +82,7 @@ def test_a_lost_publisher_is_named_and_the_weights_stay_whole(worlds: Any, case:
         assert status == 0 and words in text and seconds < 30, worlds[case]
 
 
+@pytest.mark.feature("Publishing")
 @on_ranks(4)
 def test_a_version_is_what_the_model_was_when_it_was_sent():
     """Both worlds may be one launch. Writes after ``send`` do not reach the receiver."""

@@ -28,7 +28,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = Path(__file__).with_name("seconds.txt")
-LONG = 2.0  # seconds of a case
+LONG = 1.5  # seconds of a case
 BRIEF = 0.2  # seconds of the quick cases of a function that is not in the table, on average
 HEAD = (
     "# Seconds of a case, on one of two quiet cores, where it takes one or more. From: make seconds"
