@@ -67,7 +67,7 @@ class Report:
 
     @property
     def utilisation(self) -> float:
-        """The model FLOPs utilisation, from 0 to 1: the time of the FLOPs of forwards and
+        """The model FLOPs utilisation, from 0 to 1. It is the time of the FLOPs of forwards and
         backwards, without those that are computed again, at the peak of their dtypes, as a part of
         the devices' time (Chowdhery et al., "PaLM", 2022, appendix B)."""
         peak = self.device.peak
