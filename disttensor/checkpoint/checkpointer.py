@@ -267,7 +267,7 @@ def _group(purpose: str = "") -> Group:
 def _facts(
     values: Any, states: Any, tensors: Tensors, holders: Mapping[str, _Ranks], plan: WritePlan
 ) -> _Facts:
-    """Returns digests of what is the same on all ranks that have it; (): on all ranks."""
+    """Returns digests of the parts that are equal on all ranks that have them; (): on all ranks."""
     facts: _Facts = {(): {key: _digest(value) for key, value in values.items()}}
     for key, of in states.items():
         for name, (ranks, tree) in of.items():
@@ -304,7 +304,7 @@ def _compare(what: str, group: Group, everyone: list[dict[str, str]], facts: _Fa
 
 
 def _part_of(rank: int, values: Any, states: Any, plan: WritePlan) -> SavedValues:
-    """Returns the values that this rank writes: those of meshes whose first rank it is."""
+    """Returns the values that this rank writes: the values of meshes whose first rank it is."""
     mine = {
         key: {name: tree for name, (ranks, tree) in of.items() if (ranks or (0,))[0] == rank}
         for key, of in states.items()

@@ -32,6 +32,7 @@ from disttensor.progress import Advance, show_nothing
 NAME = re.compile(r"(\d{6,})-step-(\d+)")
 _WRITING, _REMOVING = ".writing-", ".removing-"
 MARK = "complete.json"
+FORMAT = 2
 
 
 class Saved(NamedTuple):
@@ -97,7 +98,7 @@ class LocalFolder:
         """Completes a checkpoint, all files of which are on the disk."""
         self.check_sizes(path, sums)
         with self.create(path, MARK, {}) as file:
-            file.write(json.dumps({"format": 2, "step": step, "files": sums}).encode())
+            file.write(json.dumps({"format": FORMAT, "step": step, "files": sums}).encode())
         sync_folder(path)
         os.rename(path, path.with_name(path.name.removeprefix(_WRITING)))
         sync_folder(path.parent)
@@ -148,7 +149,7 @@ def read_mark(folder: Any, path: Path) -> tuple[int, Sums]:
         files = {name: (int(size), int(crc)) for name, (size, crc) in mark["files"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path / MARK} cannot be read: {error}. {_WAY_OUT}") from None
-    if version != 2:
+    if version != FORMAT:
         raise ValueError(f"{path} has format {version}: it is from another version of disttensor")
     return step, files
 

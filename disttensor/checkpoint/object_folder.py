@@ -19,7 +19,7 @@ from importlib import import_module
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from disttensor.checkpoint.folder import MARK, NAME, LocalFolder, Saved
+from disttensor.checkpoint.folder import FORMAT, MARK, NAME, LocalFolder, Saved
 from disttensor.checkpoint.synced_file import SummedFile, Sums, path_inside
 from disttensor.progress import Advance, show_nothing
 
@@ -120,7 +120,7 @@ class ObjectFolder(LocalFolder):
 
     def publish(self, path: Path, step: int, sums: Sums) -> None:
         self.check_sizes(path, sums)
-        data = json.dumps({"format": 2, "step": step, "files": sums}).encode()
+        data = json.dumps({"format": FORMAT, "step": step, "files": sums}).encode()
         part, mark = str(path / f".{MARK}"), str(path / MARK)
         repeat(part, lambda: self._fs.pipe_file(part, data))
         repeat(mark, lambda: self._fs.mv(part, mark))  # also atomic in a file system

@@ -59,7 +59,8 @@ def collect(
     if isinstance(x, Optimizer):
         options = [{k: v for k, v in g.items() if k not in _LISTS} for g in x.param_groups]
         params = [p for group in x.param_groups for p in group["params"]]
-        held = {_name(p, names, key): (_ranks(x, p), x.state[p]) for p in params if p in x.state}
+        like = like_state(x)
+        held = {_name(p, names, key): (_ranks(like(p)), x.state[p]) for p in params if p in x.state}
         states = {}
         for name, (ranks, of) in held.items():
             if ranks is not None:
@@ -97,10 +98,9 @@ def _own_state(x: Optimizer) -> dict[str, Any]:
     return {"state": {k: v for k, v in x.state.items() if not isinstance(k, Tensor)}, "more": more}
 
 
-def _ranks(optimizer: Optimizer, p: Tensor) -> tuple[int, ...] | None:
-    """Returns the ranks that have the state of p (a rank outside its mesh may have none, or an old
-    one); (): all ranks. None if this rank is not among them."""
-    held = like_state(optimizer, p)
+def _ranks(held: Tensor) -> tuple[int, ...] | None:
+    """Returns the ranks that have a state like ``held`` (a rank outside its mesh may have none, or
+    an old one); (): all ranks. None if this rank is not among them."""
     if not isinstance(held, DistTensor):
         return ()
     return held.process_mesh.root.ranks if held.is_initialized else None
@@ -340,10 +340,11 @@ def _restore_optimizer(
     own = _fill(saved.get("own", {}), f"{key}.own", tensors, _like(_own_state(x)))
     options = _fill(saved["options"], f"{key}.options", tensors, _plain)
     state: dict[Any, Any] = {}
+    as_state = like_state(x)
     for group, there in zip(x.param_groups, listed, strict=True):
         for p, name in zip(group["params"], there, strict=True):
             if name in saved["state"]:
-                like = _state_like(like_state(x, p).detach(), x.state.get(p, {}))
+                like = _state_like(as_state(p).detach(), x.state.get(p, {}))
                 state[p] = _fill(saved["state"][name], f"{key}.state.{name}", tensors, like)
 
     def put() -> None:

@@ -20,6 +20,7 @@ import torch
 from disttensor.checkpoint.folder import check_sum, open_checked
 from disttensor.checkpoint.saved_layout import SavedLayout
 from disttensor.checkpoint.synced_file import Sums
+from disttensor.comm.wire import dense
 from disttensor.core.layout import Box
 from disttensor.progress import bar
 from disttensor.tensor.checkpointable import prepare_to_read
@@ -69,7 +70,7 @@ def local_of(x: torch.Tensor) -> torch.Tensor:
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
     """Returns x on the CPU, with memory of its own size: ``torch.save`` writes all of it."""
-    x = x.cpu().resolve_conj().resolve_neg().contiguous()
+    x = dense(x.cpu())
     return x if x.untyped_storage().nbytes() == x.nbytes else x.clone()
 
 
@@ -183,7 +184,7 @@ def _saved(data: memoryview, read: PieceRead, path: Path) -> torch.Tensor:
 
 
 class _Slice(io.RawIOBase):
-    """A file whose bytes are those of ``data``, which is not copied."""
+    """A file with the bytes of ``data``, which are not copied."""
 
     def __init__(self, data: memoryview) -> None:
         self._data, self._at = data, 0

@@ -22,7 +22,7 @@ def file_of_values(rank: int) -> str:
 
 
 class SavedValues(NamedTuple):
-    """SavedValues that one rank writes. ``values``: the trees of objects, of rank 0. ``states``: of
+    """The values that one rank writes. ``values``: the trees of objects, of rank 0. ``states``: of
     optimizers, by object and parameter. ``layouts``: of tensors, as tuples."""
 
     values: dict[str, Any]

@@ -77,13 +77,19 @@ def on_owner(spec: DistSpec, owner: ProcessMesh) -> DistSpec:
     return DistSpec(owner, replicated(spec.ndim), spec.shape, spec.dtype)
 
 
-def like_state(optimizer: Optimizer, p: Tensor) -> Tensor:
-    """Returns a tensor on the mesh and in the layout that the state of ``p`` has: an uninitialized
-    tensor on its owner, or p itself if there is no owner, or if the state is not there yet."""
-    found = owners_of(optimizer).get(id(p))
-    if found is None or state_to_bring(optimizer, found[0]):
-        return p
-    return state_on_owner(None, on_owner(found[0].spec, found[1]))
+def like_state(optimizer: Optimizer) -> Callable[[Tensor], Tensor]:
+    """Returns a function of a parameter p, which returns a tensor on the mesh and in the layout
+    that the state of p has: an uninitialized tensor on the owner of p, or p itself if there is no
+    owner, or if the state is not there yet."""
+    owned = owners_of(optimizer)
+
+    def like(p: Tensor) -> Tensor:
+        found = owned.get(id(p))
+        if found is None or state_to_bring(optimizer, found[0]):
+            return p
+        return state_on_owner(None, on_owner(found[0].spec, found[1]))
+
+    return like
 
 
 def state_to_bring(optimizer: Optimizer, p: DistTensor) -> list[DistTensor]:

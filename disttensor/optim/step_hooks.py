@@ -41,8 +41,8 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any
     check_fresh(params, name)
     if DistTensor in map(type, params):
         compare_programs.at_step(f"{name}.step")
-    owned = owners_of(optimizer)
-    params = [p for p in params if id(p) not in owned]
+    if owned := owners_of(optimizer):
+        params = [p for p in params if id(p) not in owned]
     sync_gradients(params)
 
     def then_sync(closure: Callable[[], Any]) -> Callable[[], Any]:

@@ -148,8 +148,8 @@ def wrap_state_dict_fn(original: Any) -> Any:
 
         def loaded(state_dict: Any) -> None:
             call(state_dict)
-            for p in list(of.state):
-                held = like_state(of, p)
+            kept = list(of.state)
+            for p, held in zip(kept, map(like_state(of), kept), strict=True):
                 if isinstance(held, DistTensor) and not held.is_initialized:
                     del of.state[p]
 
@@ -162,8 +162,8 @@ def _by_mesh(optimizer: torch.optim.Optimizer) -> Iterator[tuple[ProcessMesh, li
     """Returns the meshes that are not the whole world, with the numbers of their parameters, in the
     same order on all ranks."""
     found: dict[ProcessMesh, list[int]] = {}
-    for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-        held = like_state(optimizer, p)
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for i, held in enumerate(map(like_state(optimizer), params)):
         if isinstance(held, DistTensor) and objects.other_ranks(held.spec.mesh.root.ranks):
             found.setdefault(held.spec.mesh, []).append(i)
     return iter(found.items())

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from disttensor.comm.process_group import open_store
 from disttensor.comm.wire import as_bytes, dense
 from disttensor.core.layout import Box
+from disttensor.gradients.sync import in_buckets
 from disttensor.publishing.lifeline import PUBLISHER, Lifeline, split_address
 from disttensor.publishing.world_tensor import SentPiece, WorldTensor, plan_pieces
 
 Tensor = torch.Tensor
-BUCKET = 32 * 2**20  # bytes of a message, except that a piece is never cut
 
 
 class PieceExchange:
@@ -39,8 +39,8 @@ class PieceExchange:
         self.group: Any = dist.ProcessGroupGloo(names, rank, size + joining, limit)
         self.started: list[tuple[Any, Tensor]] = []
         plan = plan_pieces(sent, received, size)
-        self.sends = {r: _buckets(p) for (s, r), p in plan.items() if s == rank}
-        self.receives = {s: _buckets(p) for (s, r), p in plan.items() if r == rank}
+        self.sends = {r: _messages(p) for (s, r), p in plan.items() if s == rank}
+        self.receives = {s: _messages(p) for (s, r), p in plan.items() if r == rank}
         self.holds = [one.box_of(rank) for one in sent] if rank < size else []
         self.dtypes = [sent[one.parts[0][0]].torch_dtype() for one in received]  # on the wire
         self.needs = [one.box_of(rank - size) for one in received]
@@ -94,17 +94,9 @@ class PieceExchange:
         self.started = []
 
 
-def _buckets(pieces: Sequence[SentPiece]) -> list[list[SentPiece]]:
-    """Splits the pieces for one rank into messages."""
-    out: list[list[SentPiece]] = []
-    room = 0
-    for piece in pieces:
-        if piece.nbytes > room:
-            out.append([])
-            room = BUCKET
-        out[-1].append(piece)
-        room -= piece.nbytes
-    return out
+def _messages(pieces: Sequence[SentPiece]) -> list[list[SentPiece]]:
+    """Splits the pieces for one rank into messages. A piece is never cut."""
+    return [*in_buckets(pieces, [piece.nbytes for piece in pieces])]
 
 
 def _turns(peers: dict[int, list[list[SentPiece]]]) -> Iterator[list[Any]]:

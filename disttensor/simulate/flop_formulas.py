@@ -113,7 +113,7 @@ def flop_formula(func: Any) -> Formula | None:
 
 
 def is_cheap(func: Any) -> bool:
-    """Returns True if the time of an operator without a formula is that of its memory traffic."""
+    """Returns True if the time of an operator without a formula is its memory traffic."""
     name = func._overloadpacket.__name__
     if func.namespace not in ("aten", "prims", "disttensor"):
         return False

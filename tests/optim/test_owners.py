@@ -76,14 +76,18 @@ def optimizers(model: nn.Module) -> tuple[Any, Any]:
 def train(model: nn.Module, steps: int = 3, mesh: Any = None, made: Any = None) -> dict[str, Any]:
     used = made or optimizers(model)
     for i in range(steps):
-        x = randn(5, 6, seed=i)
-        x = x if mesh is None else dt.shard_tensor(x, mesh, over(mesh))
-        for optimizer in used:
-            optimizer.zero_grad()
-        model(x).square().sum().backward()
-        for optimizer in used:
-            optimizer.step()
+        step(model, used, mesh, i)
     return values(model)
+
+
+def step(model: nn.Module, used: Any, mesh: Any, number: int) -> None:
+    x = randn(5, 6, seed=number)
+    x = x if mesh is None else dt.shard_tensor(x, mesh, over(mesh))
+    for optimizer in used:
+        optimizer.zero_grad()
+    model(x).square().sum().backward()
+    for optimizer in used:
+        optimizer.step()
 
 
 def net() -> nn.Module:
@@ -317,13 +321,7 @@ def finish(folder: Path, mesh: Any, **options: Any) -> Any:
     state = {"model": model, "matrices": used[0], "vectors": used[1]}
     done = saver.load(**state) or 0
     for i in range(done, done + 2):
-        x = randn(5, 6, seed=i)
-        x = x if mesh is None else dt.shard_tensor(x, mesh, over(mesh))
-        for optimizer in used:
-            optimizer.zero_grad()
-        model(x).square().sum().backward()
-        for optimizer in used:
-            optimizer.step()
+        step(model, used, mesh, i)
     saver.save(done + 2, **state)
     if mesh is not None:
         held = [x for s in used[0].state.values() for x in s.values() if type(x) is DistTensor]
