@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -22,10 +23,12 @@ from torch import nn
 
 from disttensor import callbacks
 from disttensor.checks import check_callable, check_type
+from disttensor.comm.objects import gather_results
 from disttensor.core.layout import replicated
 from disttensor.core.mesh import ProcessMesh
 from disttensor.core.spec import DistSpec
 from disttensor.optim.exchange import Move, exchange
+from disttensor.optim.independent import RefuseMixing, local_of
 from disttensor.optim.owners import (
     OWNERS,
     Owners,
@@ -35,7 +38,7 @@ from disttensor.optim.owners import (
     state_on_owner,
     state_to_bring,
 )
-from disttensor.pytree import substitute
+from disttensor.pytree import collect, substitute
 from disttensor.random import counter
 from disttensor.random.philox import derive
 from disttensor.random.state import Seeded
@@ -44,6 +47,7 @@ from disttensor.tensor.user_facts import pass_attributes
 
 Tensor = torch.Tensor
 Optimizer = torch.optim.Optimizer
+CHECKED_STEPS = 3  # in which an optimizer that combines parameters is found
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 # A parameter, the mesh of its owner, and on the owner the whole parameter.
 Owned = list[tuple[DistTensor, ProcessMesh, nn.Parameter | None]]
@@ -65,7 +69,8 @@ def own(optimizer: AnyOptimizer, choose: Callable[[Tensor], bool] = is_matrix) -
 
     Args:
         optimizer: any torch.optim.Optimizer that updates each parameter by its own gradient, value
-            and state alone. Call it before a scheduler of torch is made for the optimizer.
+            and state alone; another (LAMB, Prodigy) raises RuntimeError in its first three steps.
+            Call ``own`` before a scheduler of torch is made for the optimizer.
         choose: returns True for a parameter that gets an owner. It must return the same on all
             ranks. Default: parameters of two or more dims. The others are updated as before.
 
@@ -106,8 +111,11 @@ def _step(optimizer: Optimizer, inner: Callable[..., Any], args: Any, kwargs: An
         run(params_of(optimizer))
     with torch.no_grad():
         owned = _arrive(optimizer)
+
         with _replaced(optimizer, owned), _seeded(optimizer, owned):
-            result = inner(optimizer, *args, **kwargs)
+            call = partial(inner, optimizer, *args, **kwargs)
+            checks = getattr(optimizer, OWNERS).steps <= CHECKED_STEPS
+            result = _run_checked(call, optimizer, owned) if checks else call()
         moves = [
             Move(q, on_owner(p.spec, owner), p.spec.on_root(), p.spec.mesh.root)
             for p, owner, q in owned
@@ -204,6 +212,27 @@ def _on_owner(state: Any, owner: ProcessMesh, brought: dict[int, Tensor]) -> Any
         return state_on_owner(brought.get(id(x), x), spec)
 
     return substitute(state, placed)
+
+
+def _run_checked(call: Callable[[], Any], optimizer: Optimizer, owned: Owned) -> Any:
+    """Returns ``call()``. Raises RuntimeError on all ranks if one of them combines parameters."""
+    mine = [(p, _tensors(optimizer, q)) for p, _, q in owned if q is not None]
+    ours = {id(q) for _, _, q in owned}
+    rest = [p for p in params_of(optimizer) if id(p) not in ours]
+    with RefuseMixing(mine, [x for p in rest for x in _tensors(optimizer, p)]):
+        results: list[Any] = []
+        run: Callable[[], Any] = lambda: results.append(call())  # noqa: E731
+        for mesh in dict.fromkeys(p.spec.mesh.root for p, _, _ in owned):
+            group = mesh.group(range(mesh.ndim), "owners")
+            run = partial(gather_results, "a step with owners", group, run, seen=False)
+        run()
+        return results[0]
+
+
+def _tensors(optimizer: Optimizer, p: Tensor) -> list[Tensor]:
+    """Returns the locals of a parameter, its gradient and state."""
+    held = collect([p, p.grad, optimizer.state.get(p)], [], Tensor)
+    return list(map(local_of, held))
 
 
 @contextmanager

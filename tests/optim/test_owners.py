@@ -141,8 +141,9 @@ def test_four_ranks_train_as_one_process(way: str) -> None:
     assert set(SEEN) <= {(7, 6), (5, 7), (1, 5)} and len(SEEN) <= 3, SEEN
 
 
+@pytest.mark.parametrize("degrees", [{"dp": 2}, {"sharding": 2, "zero_stage": 3}], ids=str)
 @on_ranks(4)
-def test_stages_accumulation_clipping_and_scaling_as_in_one_process() -> None:
+def test_stages_accumulation_clipping_and_scaling_as_in_one_process(degrees: Any) -> None:
     def run(strategy: Any) -> tuple[Any, list[float]]:
         model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))).double()
         stages = [None]
@@ -176,7 +177,7 @@ def test_stages_accumulation_clipping_and_scaling_as_in_one_process() -> None:
     torch.manual_seed(1)
     want = run(None)
     torch.manual_seed(1)
-    close(run(dt.Strategy(pp=2, dp=2)), want)
+    close(run(dt.Strategy(pp=2, **degrees)), want)
 
 
 @pytest.mark.parametrize("placement", [R, S0], ids=str)
@@ -342,3 +343,59 @@ def test_what_is_no_optimizer_is_refused() -> None:
         dt.optim.own([torch.ones(2, 2)])  # type: ignore[type-var]
     with pytest.raises(TypeError, match="own: choose"):
         dt.optim.own(torch.optim.SGD([torch.ones(2)]), [torch.ones(2)])  # type: ignore[arg-type]
+
+
+class Mixing(torch.optim.Optimizer):
+    """Scales each update by a norm that is computed over several parameters: by a list of norms
+    (LAMB), by a running sum (Prodigy) of tensors or numbers, or from lists of tensors."""
+
+    def __init__(self, params: Any, way: str) -> None:
+        super().__init__(params, {"way": way})
+        self.total = torch.zeros((), dtype=torch.float64)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            grads = [p.grad for p in params]
+            if group["way"] == "stack":
+                norm = torch.stack([g.norm() for g in grads]).norm()
+            elif group["way"] == "sum":
+                for g in grads:
+                    self.total.add_(g.square().sum())
+                norm = self.total.sqrt()
+            elif group["way"] == "cells":
+                norms = torch.zeros(len(grads), dtype=torch.float64)
+                for i, g in enumerate(grads):
+                    norms[i] = g.norm()
+                norm = norms.norm()
+            elif group["way"] == "numbers":
+                norm = 1.0
+                for g in grads:
+                    norm = 2 * norm + g.norm().item()
+            elif group["way"] == "lists":
+                norm = torch._foreach_norm(grads)[0] + torch._foreach_norm(grads)[-1]
+            else:
+                grads[0].mul_(grads[0].norm().item() / grads[0].norm().item())
+                norm = torch.ones(())
+            torch._foreach_add_(grads, params, alpha=0.1)
+            torch._foreach_div_(grads, norm)
+            torch._foreach_sub_(params, grads)
+
+
+@pytest.mark.parametrize("way", ["stack", "sum", "cells", "lists", "numbers", "alone"])
+@on_ranks(2)
+def test_an_optimizer_that_combines_parameters_raises(way: str) -> None:
+    values = [randn(4, 3, seed=i) for i in range(5)]
+    params = [dt.shard_tensor(x, line(), [S0], requires_grad=True) for x in values]
+    optimizer = dt.optim.own(Mixing(params, way))
+    sum((p * p).sum() for p in params).backward()
+    if way == "alone":
+        optimizer.step()
+        want = [x - 2.1 * x for x in values]
+        close([p.full_tensor() for p in params], want)
+    else:
+        match = "combines (a parameter|.*) of shape .* without dt.optim.own"
+        with pytest.raises(RuntimeError, match=match):
+            optimizer.step()
+        close([p.full_tensor() for p in params], values)
