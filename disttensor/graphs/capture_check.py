@@ -33,7 +33,7 @@ _LIFTED = "makes a tensor of a value on the host; make it before the step"
 _COPIES = "copies between host and device; do so before or after the step"
 _DRAWS = "draws by a seed that the host counts; a captured step would repeat its numbers"
 _CREATES = "is created; create process groups before the step"
-_SAME = (
+_MUST_REPEAT = (
     "a captured step repeats its operators and constants; a number that changes, as a learning "
     "rate, has to be a tensor"
 )
@@ -164,7 +164,7 @@ class StepWatch(TorchDispatchMode):
                 both = zip(before.text, now.text, strict=False)
                 at = next((i for i, (a, b) in enumerate(both) if a != b), 0)
                 a, b = _short(before.text, at), _short(now.text, at)
-                self.fault(f"{b} ran where the call before ran {a}; {_SAME}", where)
+                self.fault(f"{b} ran where the call before ran {a}; {_MUST_REPEAT}", where)
                 break
             held = before.addresses.keys() & now.addresses.keys()
             if any(before.addresses[i] != now.addresses[i] for i in held):

@@ -63,7 +63,7 @@ def own(optimizer: AnyOptimizer, choose: Callable[[Tensor], bool] = is_matrix) -
 
     For optimizers that read whole matrices (``torch.optim.Muon``, Shampoo, SOAP, Adafactor).
     Without owners each rank gathers each matrix, and all compute the same. The chosen parameters
-    are dealt to the ranks of their mesh by cost, once, on all ranks alike. Every rank calls
+    are assigned to the ranks of their mesh by cost, once, on all ranks alike. Every rank calls
     ``step`` for the same parameters, as always. Everything else (gradients, clipping, loss
     scaling, parameter groups, ``state_dict``, checkpoints) is as without owners.
 
@@ -181,7 +181,7 @@ def _arrive(optimizer: Optimizer) -> Owned:
 def _replaced(optimizer: Optimizer, owned: Owned) -> Iterator[None]:
     """Gives the optimizer the parameters that this rank owns in the place of the model's, with
     their states as regular tensors, and takes them back."""
-    become = {id(p): q for p, _, q in owned}
+    replacements = {id(p): q for p, _, q in owned}
     before = [group["params"] for group in optimizer.param_groups]
     states = [(p, owner, q) for p, owner, q in owned if q is not None]
     for p, _, q in states:
@@ -189,7 +189,7 @@ def _replaced(optimizer: Optimizer, owned: Owned) -> Iterator[None]:
             entries = optimizer.state.pop(p)
             optimizer.state[q] = substitute(entries, lambda x: x.local, DistTensor)
     for group in optimizer.param_groups:
-        listed = [become.get(id(p), p) for p in group["params"]]
+        listed = [replacements.get(id(p), p) for p in group["params"]]
         group["params"] = [p for p in listed if p is not None]
     try:
         yield

@@ -24,7 +24,7 @@ OWNERS = "_disttensor_owners"  # the attribute of an optimizer
 
 class Owners:
     """choose: see ``own``. of: id of a parameter -> (the parameter, the mesh of its owner), in the
-    order in which they were dealt. cost: what each rank has to do. steps: so far."""
+    order in which they were assigned. cost: what each rank has to do. steps: so far."""
 
     def __init__(self, choose: Callable[[Tensor], bool]) -> None:
         self.choose = choose
@@ -32,7 +32,7 @@ class Owners:
         self.cost: dict[int, int] = {}
         self.steps = 0
 
-    def deal(self, params: Iterable[Tensor]) -> None:
+    def assign(self, params: Iterable[Tensor]) -> None:
         """Gives each new chosen parameter an owner: the most costly first, each to the rank of its
         mesh that has least to do."""
         held = [p for p in params if isinstance(p, DistTensor) and id(p) not in self.of]
@@ -69,7 +69,7 @@ def owners_of(optimizer: Optimizer) -> dict[int, tuple[DistTensor, ProcessMesh]]
     owners: Owners | None = getattr(optimizer, OWNERS, None)
     if owners is None:
         return {}
-    owners.deal(params_of(optimizer))
+    owners.assign(params_of(optimizer))
     return owners.of
 
 

@@ -63,8 +63,8 @@ def rebind(
     if not isinstance(optimizer, Optimizer):
         return optimizer(list(model.parameters()))
     now = {slot.name: slot.value for slot in slots(model)}
-    become = {id(slot.value): now[slot.name] for slot in before}
-    replace_parameters(optimizer, lambda p: become[id(p)])
+    replacements = {id(slot.value): now[slot.name] for slot in before}
+    replace_parameters(optimizer, lambda p: replacements[id(p)])
     return optimizer
 
 

@@ -49,14 +49,14 @@ from disttensor.trace.results import Results
 from disttensor.trace.tape import Line, LineKind, Tape
 from disttensor.trace.torch_functions import (
     ASSIGNMENT,
-    IDLE,
+    NOT_IF_UNUSED,
     QUESTION,
     REFUSED,
     body,
     by_spec,
-    idle_cast,
     kind_of,
     permuted,
+    unneeded_cast,
 )
 from disttensor.trace.world_state import Untraceable, WorldState, world_state
 from ops.answer import is_dynamic
@@ -231,7 +231,7 @@ class CallRecorder(Observer):
                 return self.run_body(inner, args, kwargs, func)
         with self.line(args, kwargs):
             out = func(*args, **kwargs)
-        if idle_cast(func, args, kwargs, out):
+        if unneeded_cast(func, args, kwargs, out):
             return out
         writes = fallback.writes(func)
         if not collect(out, []):
@@ -240,10 +240,10 @@ class CallRecorder(Observer):
             if out is not None or not writes:
                 self.refuse(f"{name_of(func)} reads a value")
         self.writes = self.writes or writes
-        self.note(func, args, kwargs, out, kind == IDLE)
+        self.note(func, args, kwargs, out, kind == NOT_IF_UNUSED)
         return out
 
-    def note(self, func: Function, args: Any, kwargs: Any, out: Any, idle: bool = False) -> None:
+    def note(self, func: Function, args: Any, kwargs: Any, out: Any, if_used: bool = False) -> None:
         if self.why:
             return
         self.note_memory(args, kwargs, out)
@@ -261,7 +261,7 @@ class CallRecorder(Observer):
             order = permuted(func, args, kwargs) or ()
             if grad is not self.grad:
                 func, args, order = in_mode, (grad, func, *args), ()
-            self.tape.add_call(func, args, kwargs, out, idle, order, self.line_writes)
+            self.tape.add_call(func, args, kwargs, out, if_used, order, self.line_writes)
         except Untraceable as why:
             self.refuse(str(why))
 

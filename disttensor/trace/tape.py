@@ -65,15 +65,15 @@ class LineCall(NamedTuple):
 
 
 class Line(NamedTuple):
-    """``target = value``, two expressions; a call alone if ``target`` is None. ``idle``: unless its
-    variables are used, the line is dropped; ``order``: how the line permutes the dims of its first
-    argument, if it does only this; ``call``: None unless the kind is CALL; ``place``: the line of
-    the user."""
+    """``target = value``, two expressions; a call alone if ``target`` is None. ``if_used``: the
+    line is dropped unless its variables are used; ``order``: how the line permutes the dims of its
+    first argument, if it does only this; ``call``: None unless the kind is CALL; ``place``: the
+    line of the user."""
 
     kind: LineKind
     target: Any
     value: Any
-    idle: bool = False
+    if_used: bool = False
     order: tuple[int, ...] = ()
     call: LineCall | None = None
     place: Place = None
@@ -143,7 +143,7 @@ class Tape:
             if source not in self._dist:
                 return source
             found = self.new_variable()
-            self.add_line(LineKind.READ, found, Attribute(source, "local"), idle=True)
+            self.add_line(LineKind.READ, found, Attribute(source, "local"), if_used=True)
             self._read[source] = found
             self._names[id(t)] = found
             self._kept.append(t)
@@ -170,11 +170,11 @@ class Tape:
 
     # Lines ----------------------------------------------------------------------------------------
 
-    def add_line(self, kind: LineKind, target: Any, value: Any, idle: bool = False) -> None:
-        self.lines.append(Line(kind, target, value, idle))
+    def add_line(self, kind: LineKind, target: Any, value: Any, if_used: bool = False) -> None:
+        self.lines.append(Line(kind, target, value, if_used))
 
     def add_call(
-        self, func: Function, args: Any, kwargs: Any, out: Any, idle: bool = False,
+        self, func: Function, args: Any, kwargs: Any, out: Any, if_used: bool = False,
         order: tuple[int, ...] = (), writes: bool = False,
     ) -> None:  # fmt: skip
         """Records ``out = func(*args, **kwargs)``, which has run; ``order``: the order in which it
@@ -186,7 +186,7 @@ class Tape:
         target = self._target(out, made)
         value, call = Apply(self.constant(func), given, named), LineCall(func, metas, made, writes)
         target, place = target if made else None, user_place(sys._getframe(1))
-        self.lines.append(Line(LineKind.CALL, target, value, idle, order, call, place))
+        self.lines.append(Line(LineKind.CALL, target, value, if_used, order, call, place))
 
     def expression(self, value: Any) -> Any:
         """Returns the expression of a value that a function on locals receives."""
@@ -258,7 +258,7 @@ class Tape:
         needed: set[Name] = set(names(result, Variable))
         kept: list[Line] = []
         for line in reversed(self._merge_permutes(needed) if merge else self.lines):
-            if not line.idle or line.makes() & needed:
+            if not line.if_used or line.makes() & needed:
                 kept.append(line)
                 needed |= set(line.reads())
         return kept[::-1]

@@ -29,7 +29,7 @@ _REFUSED = frozenset({
     "retain_grad", "register_post_accumulate_grad_hook", "swap_tensors", "rename_",
 })  # fmt: skip
 _SETS = ("set_", "_set_", "manual_seed", "seed", "use_deterministic", "init_")
-_IDLE = frozenset({"detach", "view_as"})  # left out if the result is unused
+_OMITTED = frozenset({"detach", "view_as"})  # omitted if the result is unused
 
 # Python functions that read options and sizes, and call C++ functions. Functions that also read
 # settings of the process (``torch.backends``, deterministic algorithms) are not listed.
@@ -46,8 +46,8 @@ _CASTS = frozenset({
     "cfloat", "cdouble",
 })  # fmt: skip
 
-QUESTION, CALL, ASSIGNMENT, REFUSED, IDLE = "question", "call", "assignment", "refused", "idle"
-
+QUESTION, CALL, ASSIGNMENT, REFUSED = "question", "call", "assignment", "refused"
+NOT_IF_UNUSED = "call whose result is used"
 
 _BY_SPEC = frozenset({
     "shape", "dtype", "device", "layout", "ndim", "requires_grad", "size", "dim", "ndimension",
@@ -75,7 +75,7 @@ def kind_of(func: Any) -> str:
         return QUESTION
     if name in _REFUSED or name.startswith(_SETS):
         return REFUSED
-    return IDLE if name in _IDLE else CALL
+    return NOT_IF_UNUSED if name in _OMITTED else CALL
 
 
 def body(func: Any) -> Callable[..., Any] | None:
@@ -84,7 +84,7 @@ def body(func: Any) -> Callable[..., Any] | None:
     return body_of(func) if mine and func.__name__ in _BODIES else None
 
 
-def idle_cast(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> bool:
+def unneeded_cast(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> bool:
     """Returns True for a cast that returned its tensor, as for all tensors of that dtype."""
     only = all(isinstance(a, (torch.dtype, bool)) for a in (*args[1:], *kwargs.values()))
     return bool(args) and out is args[0] and only and getattr(func, "__name__", "") in _CASTS

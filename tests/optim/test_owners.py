@@ -206,18 +206,18 @@ def test_a_step_sends_each_matrix_once_and_its_update_once(placement: Any) -> No
 
 
 @on_ranks(4)
-def test_costs_are_dealt_evenly_and_alike() -> None:
+def test_costs_are_assigned_evenly_and_alike() -> None:
     mesh = mesh_of((4,), ("dp",))
     sizes = [8, 8, 4, 4, 4, 4, 4, 4, 4, 4]
     params = [dt.ones(n, n, mesh=mesh, requires_grad=True) for n in sizes]
     muon = dt.optim.own(torch.optim.Muon(params))
-    dealt = owners.owners_of(muon)
+    assigned = owners.owners_of(muon)
     loads = Counter[int]()
     for i, p in enumerate(params):
-        (rank,) = dealt[id(p)][1].ranks
+        (rank,) = assigned[id(p)][1].ranks
         loads[rank] += sizes[i] ** 3
     assert sorted(loads.values()) == [256, 256, 512, 512]
-    assert [dealt[id(p)][1].ranks for p in params[:2]] == [(0,), (1,)]
+    assert [assigned[id(p)][1].ranks for p in params[:2]] == [(0,), (1,)]
 
 
 @on_ranks(2)
