@@ -328,6 +328,8 @@ def _digest(value: Any) -> str:
             digest.update(f"{len(x)}".encode())
             for part in x.items() if isinstance(x, Mapping) else x:
                 add(part)
+        elif isinstance(x, (set, frozenset)):  # in any order
+            add(sorted(map(repr, x)))
         else:
             digest.update(f"{type(x).__name__} {x!r}\n".encode())
 

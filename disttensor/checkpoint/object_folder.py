@@ -101,7 +101,10 @@ class ObjectFolder(LocalFolder):
         return sorted(Saved(int(m[1]), int(m[2]), self.path / name) for m, name in found)
 
     def _has_mark(self, path: Path) -> bool:
-        return bool(repeat(str(path), lambda: self._fs.exists(str(path / MARK))))
+        mark = str(path / MARK)
+        with contextlib.suppress(FileNotFoundError):  # ``exists`` is False after any error
+            return bool(repeat(mark, lambda: self._fs.info(mark)))
+        return False
 
     def begin(self, step: int) -> Path:
         """Returns a new path to write to, and removes incomplete checkpoints of earlier runs."""
@@ -137,7 +140,8 @@ class ObjectFolder(LocalFolder):
             self._remove(saved.path)
 
     def discard(self, path: Path) -> None:
-        self._remove(path)
+        if not self._has_mark(path):  # another rank may have ended after the last file was there
+            self._remove(path)
 
     def _remove(self, path: Path) -> None:
         try:

@@ -54,7 +54,7 @@ def collect(
             if first != name:
                 tied[name] = first
             else:
-                state[name] = _split(value, f"{key}.{name}", tensors, small=0)
+                state[name] = _split(value, f"{key}.{name}", tensors, small=-1)
         return {"kind": "model", "state": state, "tied": tied}
     if isinstance(x, Optimizer):
         options = [{k: v for k, v in g.items() if k not in _LISTS} for g in x.param_groups]

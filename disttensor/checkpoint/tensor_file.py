@@ -28,6 +28,7 @@ from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.torch_private import ArchiveReader
 
 _LENGTH = struct.Struct("<Q")  # of the index, at the end of a file
+_ALIGNED = 64  # bytes: of a piece, and in it, by ``torch.save``, of its elements
 SUFFIX = ".distcp"
 
 
@@ -56,6 +57,7 @@ def write_pieces(file: Any, pieces: Mapping[str, Box], tensors: Mapping[str, Any
     """Writes pieces to a SyncedFile, whose sum will be the sum of the index."""
     index = {}
     for name, box in pieces.items():
+        file.write(bytes(-file.tell() % _ALIGNED))
         start, file.crc = file.tell(), 0
         torch.save(_dense(local_of(tensors[name])), file)
         index[name] = PieceEntry(start, file.tell() - start, file.crc, *box)

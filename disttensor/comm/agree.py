@@ -15,7 +15,7 @@ from disttensor.errors import MismatchError
 from disttensor.observe import observers_of_thread
 
 
-def agree(who: str, group: Group, own: Any = None, **facts: Any) -> list[Any]:
+def agree(who: str, group: Group, own: Any = None, /, **facts: Any) -> list[Any]:
     """Returns ``own`` of every member, in mesh order, which may differ; sends one message.
 
     Args:

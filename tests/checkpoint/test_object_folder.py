@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import disttensor as dt
 from disttensor import Shard
-from disttensor.checkpoint import object_folder
+from disttensor.checkpoint import checkpointer, object_folder
 from tests.support.pool import on_ranks
 
 
@@ -123,3 +123,49 @@ def test_a_save_that_fails_at_any_operation_leaves_the_newest_checkpoint() -> No
         if failing.calls <= first:
             break
     assert results[0] == 1 and results[-1] == 2 and results == sorted(results)
+
+
+@pytest.mark.parametrize("what", ["load", "save"])
+def test_an_error_in_a_look_hides_no_checkpoint(
+    tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ``exists`` of most file systems is False after any error."""
+    monkeypatch.setattr(object_folder, "WAITS", (0.0,))
+    checkpoints = dt.Checkpointer(f"local://{tmp_path}/run")
+    for step in (1, 2):
+        checkpoints.save(step, **values(step))
+    failures = iter(["step-2/complete.json"])
+    kind = type(fsspec.filesystem("local"))
+    usual = kind.info
+
+    def info(self: Any, path: Any, **kwargs: Any) -> Any:
+        if str(path).endswith("step-2/complete.json") and next(failures, None):
+            raise TimeoutError("the store is away")
+        return usual(self, path, **kwargs)
+
+    monkeypatch.setattr(kind, "info", info)
+    if what == "load":
+        assert loaded(checkpoints) == (2, 2.0)
+    else:
+        checkpoints.save(3, **values(3))
+        assert checkpoints.steps() == [1, 2, 3]
+
+
+@on_ranks(2)
+def test_a_rank_that_ends_after_the_last_file_removes_no_checkpoint(tmp_path: Path) -> None:
+    checkpoints = dt.Checkpointer(f"local://{tmp_path}/run", keep=1)
+    checkpoints.save(1, **values(1))
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            usual = checkpointer._run_on_all_ranks
+            patch.setattr(
+                checkpointer, "_run_on_all_ranks", lambda what, group, _: usual(what, group, ends)
+            )
+        with pytest.raises(OSError, match="ended"):
+            checkpoints.save(2, **values(2))
+    dist.barrier()
+    assert loaded(checkpoints) == (2, 2.0)
+
+
+def ends() -> None:
+    raise OSError("ended")

@@ -164,6 +164,15 @@ def test_names_are_mapped_and_what_does_not_fit_is_refused_before_anything_chang
     assert [p.name for p in tmp_path.glob("*.safetensors")] == ["model.safetensors"]
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["own", "who", "group"])
+def test_a_regular_tensor_of_any_name_is_compared(tmp_path, name):
+    model = nn.Module()
+    model.register_buffer(name, torch.full((3,), float(dist.get_rank())))
+    with pytest.raises(dt.errors.MismatchError, match=f"{name} differs between the ranks"):
+        dt.pretrained.save(model, tmp_path)
+
+
 @on_ranks(4)
 def test_a_rank_never_holds_the_model(tmp_path):
     """Tensors of 32 MiB in pieces of 8: to write, the rows that a rank has of one; to read them,
