@@ -42,7 +42,7 @@ class PieceExchange:
         self.sends = {r: _messages(p) for (s, r), p in plan.items() if s == rank}
         self.receives = {s: _messages(p) for (s, r), p in plan.items() if r == rank}
         self.holds = [one.box_of(rank) for one in sent] if rank < size else []
-        self.dtypes = [sent[one.parts[0][0]].torch_dtype() for one in received]  # on the wire
+        self.dtypes = [one.torch_dtype() for one in received]
         self.needs = [one.box_of(rank - size) for one in received]
 
     def send(self, tensors: Sequence[Any]) -> int:

@@ -6,6 +6,7 @@ the ranks of another one among them. A rank that finds one dead posts this for a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import threading
@@ -127,6 +128,7 @@ class Lifeline:
 
     def post(self, *event: Any) -> None:
         """Adds an event to the log that rank 0 of the publisher reads."""
-        if self._has_store():
-            number = self.store.add(f"{PUBLISHER}/events", 1) - 1
-            self.write(f"{PUBLISHER}/event/{number}", event)
+        with contextlib.suppress(RuntimeError):  # the store ends now: the next read says so
+            if self._has_store():
+                number = self.store.add(f"{PUBLISHER}/events", 1) - 1
+                self.write(f"{PUBLISHER}/event/{number}", event)

@@ -18,11 +18,14 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import nn
 
 from disttensor.checks import check_dtype, check_int, check_positive
+from disttensor.comm.agree import agree
+from disttensor.comm.compare_values import compare_values, is_due
 from disttensor.comm.groups import world_group
 from disttensor.comm.objects import gather_results, run_on_all_ranks
 from disttensor.comm.process_group import open_store, read_key, world
@@ -57,6 +60,7 @@ def publish(
 
     Raises:
         CommError: the address cannot be used.
+        MismatchError: the ranks give other models.
 
     >>> model, copy = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)
     >>> publisher = dt.publish(dt.shard_module(model, mesh), "127.0.0.1:0", dtype=torch.bfloat16)
@@ -94,6 +98,8 @@ class Publisher:
         self.model, self.timeout, self._dtype, self.nbytes = model, timeout, dtype, 0
         self._group, (self._rank, self._size) = world_group(), world()
         self._server: Any = None  # the store, on rank 0
+        self._sent, _, numbers = self._collect()
+        agree("publish", self._group, model=crc32(repr((numbers, self._sent)).encode()))
 
         def open_port() -> int:
             if self._rank == 0:
@@ -110,7 +116,6 @@ class Publisher:
 
         self._line = run_on_all_ranks("publish", self._group, connect, (CommError,))
         self.address = self._line.address
-        self._sent, _, numbers = self._collect()
         if self._rank == 0:
             self._line.write(f"{PUBLISHER}/facts", [self._size, numbers, self._sent])
         self._changed = threading.Condition()  # guards the following
@@ -148,8 +153,14 @@ class Publisher:
 
         Raises CommError on all ranks if a receiver was lost since the last call: it names the rank.
         The weights are available nevertheless, and the publisher goes on without this receiver.
+        Raises MismatchError if a regular tensor differs between the ranks, by a few elements that
+        are compared at the calls 1, 2, 4, 8, ...
         """
         step = check_int("Publisher.send: step", step)
+        if is_due(self._version + 1):
+            regular = [x for x in tensors_of(self.model)[1] if not isinstance(x, DistTensor)]
+            for error in filter(None, compare_values("Publisher.send", regular, self._group)):
+                raise MismatchError(error)
         with self._changed:
             if self._deadline is not None:
                 raise CommError("Publisher.send: the publisher was closed")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from torch import nn
 from disttensor.checkpoint.load_pretrained import find_parts
 from disttensor.checkpoint.save_pretrained import check_names
 from disttensor.checks import check_bool, check_positive
+from disttensor.comm.agree import agree
 from disttensor.comm.groups import world_group
 from disttensor.comm.objects import gather_results, run_on_all_ranks
 from disttensor.comm.process_group import open_store, read_key, world
@@ -51,6 +53,7 @@ def receive(
     Raises:
         ValueError: names or shapes do not fit, on all ranks.
         CommError: there is no publisher within ``timeout``.
+        MismatchError: the ranks give other models.
 
     >>> publisher = dt.publish(dt.shard_module(torch.nn.Linear(4, 2), mesh), "127.0.0.1:0")
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2))
@@ -96,17 +99,19 @@ class Receiver:
             who, self._group, lambda: Lifeline(host, port, self.name, self._rank, self._size), kinds
         )
 
-        def connect() -> Any:
-            return self._line.read(f"{PUBLISHER}/facts", PUBLISHER, seconds=timeout)
-
-        try:
-            self._senders, numbers, rows = run_on_all_ranks(who, self._group, connect, kinds)
+        def connect() -> None:
+            read = self._line.read(f"{PUBLISHER}/facts", PUBLISHER, seconds=timeout)
+            self._senders, numbers, rows = read
             self._sent = [WorldTensor(*row) for row in rows]
             stored = {name: self._sent[n].as_stored(name, n) for name, n in numbers.items()}
             where = "the tensors of the publisher"
             self._parts = find_parts(who, where, model, stored, names, strict)
             self._facts, _ = self._collect()
-        except Exception:
+
+        try:
+            run_on_all_ranks(who, self._group, connect, (CommError, ValueError))
+            agree(who, self._group, model=crc32(repr((list(self._parts), self._facts)).encode()))
+        except BaseException:
             self._line.stopped.set()
             raise
         if self._rank == 0:
@@ -150,7 +155,7 @@ class Receiver:
         self._requests += 1
         try:
             tensors, arrived = run_on_all_ranks(who, self._group, self._fetch, kinds)
-        except Exception as error:
+        except BaseException as error:  # also an interrupt: messages may be on the way
             self._leave("error", headline(error))
             raise
         if self._is_over:

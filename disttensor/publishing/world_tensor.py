@@ -97,16 +97,15 @@ def plan_pieces(
 ) -> dict[tuple[int, int], list[SentPiece]]:
     """Returns the pieces of each (sender, receiver), the same on all ranks of both worlds. Receiver
     r has the number ``size`` + r. Each piece is sent once to each receiver, by the holder that has
-    to send the fewest bytes so far. Wide elements come first, so that all are aligned."""
+    to send the fewest bytes so far. Pieces of wide elements come first, so that all are aligned."""
     pieces: dict[tuple[int, int], list[SentPiece]] = defaultdict(list)
     total = dict.fromkeys(range(size), 0)  # bytes, by sender
     stored = [one.as_stored("", number) for number, one in enumerate(sent)]
     held = [{rank: ((), box) for rank, box in one.boxes()} for one in sent]
-    order = sorted(range(len(received)), key=lambda i: -_itemsize(sent, received[i]))
-    for i in order:
-        parts = [(stored[number], start, stop) for number, start, stop in received[i].parts]
+    for i, target_facts in enumerate(received):
+        parts = [(stored[number], start, stop) for number, start, stop in target_facts.parts]
         places: list[dict[int, tuple[Box, Box]]] = [{} for _ in parts]
-        for rank, box in received[i].boxes():
+        for rank, box in target_facts.boxes():
             for n, source, target in locate(box, parts):
                 places[n][size + rank] = source, target
         for (one, _, _), place in zip(parts, places, strict=True):
@@ -124,8 +123,6 @@ def plan_pieces(
                 pieces[sender, receiver].append(piece)
             for rank, elements in routing.sent.items():
                 total[rank] += elements * one.dtype.itemsize
+    for some in pieces.values():
+        some.sort(key=lambda piece: -piece.dtype.itemsize)
     return pieces
-
-
-def _itemsize(sent: Sequence[WorldTensor], received: WorldTensor) -> int:
-    return max(sent[number].torch_dtype().itemsize for number, _, _ in received.parts)

@@ -15,6 +15,9 @@ from torch import nn
 
 import disttensor as dt
 from disttensor import Shard
+from disttensor.comm.process_group import open_store
+from disttensor.publishing.exchange import PieceExchange
+from disttensor.publishing.lifeline import Lifeline
 from disttensor.publishing.world_tensor import WorldTensor, plan_pieces
 from tests.publishing.worlds import STEPS, STRATEGIES, mlp
 from tests.support.pages import ROOT
@@ -165,3 +168,71 @@ def test_a_pending_value_is_reduced_and_a_pending_receiver_refused():
         dt.receive(model, publisher.address, timeout=20)
     receiver.close()
     publisher.close()
+
+
+class Holder(nn.Module):
+    def __init__(self, **tensors: torch.Tensor) -> None:
+        super().__init__()
+        for name, x in tensors.items():
+            self.register_buffer(name, x)
+
+
+@on_ranks(2)
+def test_joined_parts_of_other_dtypes_are_exact() -> None:
+    few, many = torch.full((3,), 1.5, dtype=torch.bfloat16), torch.full((4,), 1 + 2**-20)
+    publisher = dt.publish(Holder(few=few, many=many), "127.0.0.1:0", timeout=20)
+    copy = Holder(both=torch.zeros(7))
+    receiver = dt.receive(copy, publisher.address, names={"both": ["few", "many"]}, timeout=20)
+    publisher.send(1)
+    assert receiver.update() == 1 and torch.equal(copy.both, torch.cat((few.float(), many)))
+    receiver.close()
+    publisher.close()
+
+
+@on_ranks(2)
+def test_regular_models_that_differ_between_ranks_are_refused_on_all() -> None:
+    """A receiver would get a part of its weights from each of them."""
+    rank, errors = torch.distributed.get_rank(), dt.errors
+    with pytest.raises(errors.MismatchError, match="publish: model differs between the ranks"):
+        dt.publish(Holder(x=torch.ones(3 + rank)), "127.0.0.1:0", timeout=20)
+    publisher = dt.publish(Holder(x=torch.ones(3) * rank), "127.0.0.1:0", timeout=20)
+    with pytest.raises(errors.MismatchError, match=r"send at .*it is \[0, .* on rank 0, and \[1, "):
+        publisher.send(1)
+    for x, words in (
+        (torch.zeros(3 + rank), r"receive \(rank 1\): .*'x' is \[4\]"),
+        (torch.zeros(3, dtype=(torch.float32, torch.float64)[rank]), "receive: model differs"),
+    ):
+        with pytest.raises((ValueError, errors.MismatchError), match=words):
+            dt.receive(Holder(x=x), publisher.address, timeout=20)
+    publisher.close()
+
+
+@on_ranks(2)
+def test_a_receiver_that_was_interrupted_has_left() -> None:
+    """It would wait for messages of the interrupted version for ever."""
+    publisher = dt.publish(Holder(x=torch.ones(3)), "127.0.0.1:0", timeout=3)
+    receiver = dt.receive(Holder(x=torch.zeros(3)), publisher.address, timeout=3)
+    publisher.send(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PieceExchange, "receive", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            receiver.update()
+    with pytest.raises(dt.errors.CommError, match="has left"):
+        receiver.update()
+    publisher.close()
+
+
+def interrupt(_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_post_to_a_store_that_ends_at_this_moment_is_no_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The next read names the publisher."""
+    store = open_store("127.0.0.1", 0, keeps=True)
+    line = Lifeline("127.0.0.1", store.port, "receiver 0", 0, 1)
+    line.stopped.set()
+    monkeypatch.setattr(line, "_has_store", lambda: True)
+    del store
+    line.post("leave", "receiver 0")
