@@ -8,12 +8,13 @@ function whose arguments contain no mesh (a dtype, a device, a function) uses
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -22,7 +23,18 @@ F = TypeVar("F", bound=Callable[..., object])
 _dicts: weakref.WeakValueDictionary[int, Cache[object, object]] = weakref.WeakValueDictionary()
 _functions: list[Callable[[], None]] = []
 _at_end: list[Callable[[], None]] = []
-_lock = threading.RLock()
+
+
+def fork_safe_lock() -> Any:
+    """Returns a lock that is free in a forked process, also if another thread uses it."""
+    lock = threading.RLock()
+    if hasattr(os, "register_at_fork"):
+        free = lock.release
+        os.register_at_fork(before=lock.acquire, after_in_parent=free, after_in_child=free)
+    return lock
+
+
+_lock = fork_safe_lock()
 
 
 class Cache(dict[K, V]):

@@ -12,7 +12,6 @@ one that the program starts on the same port.
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary, ref
 
-from disttensor.cache import caches_aside, clear_caches
+from disttensor.cache import caches_aside, clear_caches, fork_safe_lock
 from disttensor.torch_private import default_group, release_world
 
 
@@ -70,7 +69,7 @@ class Runtime:
 # The world of one without a process group. Its meshes are kept while process groups exist.
 _alone = Runtime()
 _current = _alone
-_entering = threading.RLock()  # two threads must not make two Runtimes of one world
+_entering = fork_safe_lock()  # two threads must not make two Runtimes of one world
 
 
 @contextmanager

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import threading
+import time
 import warnings
 import weakref
 from typing import Any
@@ -11,9 +14,11 @@ from typing import Any
 import torch
 
 import disttensor as dt
-from disttensor import cache, errors
+from disttensor import cache, errors, runtime
 from disttensor.cache import Cache, cached
+from disttensor.comm import buffers
 from disttensor.dispatch import decompose
+from tests.support import forked
 
 
 def test_the_oldest_entry_goes_first() -> None:
@@ -87,3 +92,28 @@ def test_functions_that_are_made_for_each_call_are_not_kept() -> None:
     assert [ref() for ref in gone] == [None] * 5
     after = len(decompose._bodies), len(errors.warned)
     assert after[0] == before[0] and after[1] <= before[1] + 1
+
+
+def test_a_fork_finds_the_locks_free() -> None:
+    """A loader forks its workers while a thread saves in the background."""
+    held = threading.Event()
+
+    def hold() -> None:
+        with cache._lock, runtime._entering, buffers._lock:
+            held.set()
+            time.sleep(0.3)
+
+    def use() -> int:
+        signal.alarm(20)
+        Cache[int, int](1)[0] = 0
+        with runtime._entering, buffers._lock:
+            return 0
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    pid, output = forked.start(use)
+    with output:
+        assert output.read() == ""
+    thread.join()
+    assert os.waitpid(pid, 0)[1] == 0

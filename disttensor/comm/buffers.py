@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
-from disttensor.cache import cached
+from disttensor.cache import cached, fork_safe_lock
 from disttensor.runtime import current_runtime, last_runtime
 from disttensor.torch_private import dispatch_modes, fakes, swap_memory, users_of_storage
 
 Tensor = torch.Tensor
+_lock = fork_safe_lock()  # two threads must not take one storage
 
 
 class Buffers:
@@ -102,8 +103,9 @@ def empty(numel: int, dtype: torch.dtype, device: torch.device, custom: Any = No
         return custom.allocate((numel,), dtype=dtype, device=device)
     if device.type != "cpu" or dispatch_modes():
         return torch.empty(numel, dtype=dtype, device=device)
-    storage = current_buffers().take(numel * dtype.itemsize)
-    return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (numel,), (1,))
+    made, kept = torch.empty(0, dtype=dtype, device=device), current_buffers()
+    with _lock:
+        return made.set_(kept.take(numel * dtype.itemsize), 0, (numel,), (1,))
 
 
 def constants(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -122,7 +124,8 @@ def _made(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) 
 def fill(storage: Any, nbytes: int) -> None:
     """Gives an empty storage memory of its own."""
     if storage.device.type == "cpu" and not dispatch_modes():
-        current_buffers().fill(storage, nbytes)
+        with _lock:
+            current_buffers().fill(storage, nbytes)
     else:
         storage.resize_(nbytes)
 
@@ -130,7 +133,8 @@ def fill(storage: Any, nbytes: int) -> None:
 def drain(storage: Any) -> None:
     """Takes the memory of a storage that was filled; the storage is empty afterwards."""
     if storage.device.type == "cpu" and storage.nbytes() and not dispatch_modes():
-        current_buffers().drain(storage)
+        with _lock:
+            current_buffers().drain(storage)
     else:
         storage.resize_(0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import io
 import pickle
 import sys
@@ -78,6 +79,7 @@ class SafeUnpickler(pickle.Unpickler):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which is not on the list")
         if not isinstance(found, type):
             return partial(found)
+        copyreg._slotnames(found)  # type: ignore[attr-defined]  # as a pickle in a thread does
         self._before.setdefault(found, dict(vars(found)))
         return found
 

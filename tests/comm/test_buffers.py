@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from typing import Any
 
 import torch
@@ -87,3 +89,26 @@ def test_who_watches_operators_sees_memory_come_and_go() -> None:
         buffers.empty(4, torch.float32, CPU)
         buffers.drain(storage)
     assert storage.nbytes() == 0 and not buffers.current_buffers().storages
+
+
+def test_two_threads_never_have_the_same_memory() -> None:
+    before, wrong = sys.getswitchinterval(), list[Any]()
+
+    def run(own: int) -> None:
+        try:
+            for i in range(4000):
+                x = buffers.empty(1000 + i % 7, torch.int64, CPU).fill_(own)
+                assert int(x.sum()) == own * len(x)
+        except Exception as error:
+            wrong.append(error)
+
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=run, args=(own,)) for own in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not wrong

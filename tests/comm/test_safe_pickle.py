@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import disttensor as dt
 from disttensor import pipeline
@@ -155,3 +156,19 @@ def test_objects_of_the_user_are_sent_where_they_are_expected() -> None:
 def test_a_placement_is_named_by_its_base_class() -> None:
     assert safe_pickle.loads(pickle.dumps([Mine(0), P])) == [Mine(0), P]
     assert issubclass(Mine, Placement | dt.Shard)
+
+
+def test_a_class_that_another_thread_pickles_for_the_first_time_is_unchanged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """``pickle`` notes the slots of a class in the class."""
+    data, find = pickle.dumps(MetadataIndex("x")), safe_pickle.SafeUnpickler.find_class
+    del MetadataIndex.__slotnames__  # type: ignore[attr-defined]
+
+    def found(self: Any, module: str, name: str) -> Any:
+        kind = find(self, module, name)
+        pickle.dumps(MetadataIndex("y"))
+        return kind
+
+    monkeypatch.setattr(safe_pickle.SafeUnpickler, "find_class", found)
+    assert safe_pickle.loads(data) == MetadataIndex("x")
