@@ -8,6 +8,7 @@ in C, where Python cannot interrupt it, ends the pytest process with all stacks 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -36,6 +37,17 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     reporter = plugins.get_plugin("terminalreporter")
     if reporter is not None:  # only the process that prints has one
         plugins.register(Progress(reporter))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """Leaves the modules and the tests out of all garbage collections: they stay until the end."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at marks

@@ -66,11 +66,10 @@ def clearings():
     modules = [m for name, m in sys.modules.items() if name.startswith(("disttensor", "ops"))]
     values = [value for module in modules for value in vars(module).values()]
     found = [value.cache_clear for value in values if hasattr(value, "cache_clear")]
-    return [
-        cache.clear_caches,
-        *found,
-        *(x.clear for x in gc.get_objects() if type(x) is cache.Cache),
-    ]
+    gc.unfreeze()  # tests/conftest.py freezes the modules, and get_objects leaves those out
+    found += [x.clear for x in gc.get_objects() if type(x) is cache.Cache]
+    gc.freeze()
+    return [cache.clear_caches, *found]
 
 
 def forget_all():

@@ -5,14 +5,11 @@ from __future__ import annotations
 
 import gc
 import importlib
-from collections.abc import Iterator
 
 import pytest
 
 
-@pytest.fixture(scope="module", autouse=True)
-def frozen() -> Iterator[None]:
+@pytest.fixture(scope="session", autouse=True)
+def frozen() -> None:
     importlib.import_module("torch._dynamo")  # which the first simulation imports
     gc.freeze()
-    yield
-    gc.unfreeze()

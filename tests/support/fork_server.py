@@ -3,13 +3,15 @@
 Importing PyTorch and disttensor takes four CPU seconds; torch._dynamo, which PyTorch imports at the
 first step of an optimizer, takes two more; a fork takes some milliseconds. Each rank number has a
 server of its own: processes that are forked from one have the same hash seed, and ranks that
-iterate over a set of strings shall differ, as they do under torchrun.
+iterate over a set of strings shall differ, as they do under torchrun. A server collects no garbage,
+and its workers leave the imported modules out when they do.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import importlib
 import os
 import signal
@@ -128,6 +130,7 @@ def serve(channel: Connection, main: Callable[..., None]) -> None:
         if started == 1:  # the first worker starts as soon as it can
             importlib.import_module("torch._dynamo")
         started += 1
+        gc.freeze()
         pid = os.fork()
         if pid == 0:
             channel.close()
@@ -147,6 +150,7 @@ def _run(
     """The life of a forked worker."""
     code = 1
     try:
+        gc.enable()
         for number, handle in zip(STANDARD, handles[1:], strict=True):
             os.dup2(handle, number)
             os.close(handle)
@@ -166,6 +170,7 @@ def _run(
 
 
 if __name__ == "__main__":
+    gc.disable()
     from tests.support import pool_worker
 
     serve(Connection(int(sys.argv[1])), pool_worker.main)
