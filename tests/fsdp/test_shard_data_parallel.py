@@ -48,6 +48,7 @@ FOUR = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.feature("Sharded state")
 @stages
 @pytest.mark.parametrize("kind", FOUR)
@@ -72,6 +73,7 @@ PLANS = {
 }
 
 
+@pytest.mark.sweep(2)
 @stages
 @pytest.mark.parametrize("kind", PLANS)
 @on_ranks(4)
@@ -128,6 +130,7 @@ CUTS = {
 }
 
 
+@pytest.mark.sweep(3)
 @stages
 @pytest.mark.parametrize("cuts", CUTS)
 @on_ranks(2)
@@ -189,6 +192,7 @@ def frozen(*names):
     return make
 
 
+@pytest.mark.sweep(3)
 @stages
 @pytest.mark.parametrize("names", [["0"], ["3"], ["5"], ["0", "2", "3"], ["2", "5"]], ids=str)
 @pytest.mark.parametrize(
@@ -244,6 +248,7 @@ class Choice(nn.Module):
         return x
 
 
+@pytest.mark.sweep(2)
 @stages
 @pytest.mark.parametrize(
     "segments", [["a", "b", "c"], dt.fsdp.SegmentBySize()], ids=["each", "one"]

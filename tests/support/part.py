@@ -1,5 +1,10 @@
 """What a run takes of tests that are many: the part 0, or the part of a number, as ``PART=17``;
-``EVERYTHING=1`` runs all."""
+``EVERYTHING=1`` runs all.
+
+    @pytest.mark.sweep(3)  # a run takes a third of the cases, with each value of each parameter
+    @pytest.mark.parametrize(...)
+    def test_every_combination(...): ...
+"""
 
 from __future__ import annotations
 
@@ -7,9 +12,12 @@ import functools
 import os
 import random
 import sys
+from collections import defaultdict
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 EVERYTHING = bool(os.environ.get("EVERYTHING"))
@@ -30,6 +38,31 @@ def part(items: Collection[Any], count: int, salt: object = "") -> list[Any]:
 def seeds(count: int) -> range:
     """``count`` seeds of a fuzzer, others in each part."""
     return range(PART * count, (PART + 1) * count)
+
+
+def left_out(items: Collection[pytest.Item]) -> set[pytest.Item]:
+    """Returns the cases of functions with the mark ``sweep`` that this run does not take."""
+    sweeps = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sweep"):
+            sweeps[item.nodeid.partition("[")[0]].append(item)
+    return {
+        case for name, cases in sweeps.items() for case in {*cases}.difference(_sample(cases, name))
+    }
+
+
+def _sample(cases: list[Any], salt: str) -> list[Any]:
+    """Returns one in n of the cases, and as many more as hold each value of each parameter once."""
+    if EVERYTHING:
+        return cases
+    seen: set[tuple[str, int]] = set()
+    first, others = [], []
+    for case in random.Random(f"{PART} {salt}").sample(cases, len(cases)):
+        values = {(name, id(value)) for name, value in case.callspec.params.items()}
+        (others if values <= seen else first).append(case)
+        seen |= values
+    (share,) = cases[0].get_closest_marker("sweep").args
+    return [*first, *others][: max(len(first), -(-len(cases) // share))]
 
 
 @functools.cache
