@@ -4,7 +4,7 @@ The choice is made by rule, for each test function:
 
 - A function is left out if a case of it takes more than ``LONG`` seconds, or if it has the mark
   ``slow`` and no record.
-- Each file keeps its shortest function, whatever it takes.
+- Each file keeps its shortest function, if a case of it takes at most ``LONGEST`` seconds.
 - A test with the mark ``feature`` is kept: the main test of a row of docs/features.md.
 - Of a function with many cases, the first and the last are kept; the first alone if it is in
   ``seconds.txt``.
@@ -29,6 +29,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = Path(__file__).with_name("seconds.txt")
 LONG = 1.5  # seconds of a case
+LONGEST = 10.0  # seconds of a case of a file's shortest function
 BRIEF = 0.2  # seconds of the quick cases of a function that is not in the table, on average
 HEAD = (
     "# Seconds of a case, on one of two quiet cores, where it takes one or more. From: make seconds"
@@ -52,7 +53,8 @@ def quick_functions(
     kept = set(features)
     for names in files.values():
         seconds = {name: recorded().get(name, 10.0 if name in slow else 0.0) for name in names}
-        kept |= {min(names, key=seconds.__getitem__)}
+        shortest = min(names, key=seconds.__getitem__)
+        kept |= {shortest} if seconds[shortest] <= LONGEST else set()
         kept |= {name for name in names if seconds[name] <= LONG}
     return kept
 
@@ -62,7 +64,8 @@ def mark_quick(items: Iterable[pytest.Item]) -> None:
     cases = defaultdict(list)
     features, slow = set(), set()
     for item in items:
-        name = f"{item.location[0]}::{getattr(item, 'originalname', item.name)}"
+        file = item.nodeid.partition("::")[0]
+        name = f"{file}::{getattr(item, 'originalname', item.name)}"
         cases[name].append(item)
         if item.get_closest_marker("feature"):
             features.add(name)
@@ -77,7 +80,7 @@ def mark_quick(items: Iterable[pytest.Item]) -> None:
 def longest_first(items: list[pytest.Item]) -> None:
     """Moves files with a very long test to the front: one worker would wait for it at the end."""
     files = {name.partition("::")[0] for name, seconds in recorded().items() if seconds > 10}
-    items.sort(key=lambda item: item.location[0] not in files)
+    items.sort(key=lambda item: item.nodeid.partition("::")[0] not in files)
 
 
 def functions_of(file: Path) -> dict[str, str]:

@@ -10,6 +10,7 @@ from tests.support.quick import (
     BRIEF,
     HEAD,
     LONG,
+    LONGEST,
     ROOT,
     functions_of,
     quick_functions,
@@ -17,7 +18,7 @@ from tests.support.quick import (
     table_of,
 )
 
-BUDGET = 520.0  # seconds of one worker; two share them
+BUDGET = 475.0  # seconds of one worker; two share them
 FILES = sorted((ROOT / "tests").rglob("test_*.py"))
 
 
@@ -32,9 +33,10 @@ def quick() -> set[str]:
     return quick_functions(names, [name for name in names if names[name]])
 
 
-def test_each_file_has_a_quick_test() -> None:
+def test_each_file_has_a_quick_test_but_two_that_take_long() -> None:
     files = {str(file.relative_to(ROOT)) for file in FILES}
-    assert {name.partition("::")[0] for name in quick()} == files
+    long = {"tests/opinfo/test_operators.py", "tests/test_typing.py"}
+    assert {name.partition("::")[0] for name in quick()} == files - long
 
 
 def test_each_feature_of_the_page_has_one_main_test() -> None:
@@ -56,10 +58,12 @@ def test_recorded_functions_exist() -> None:
 def test_long_functions_are_left_out_unless_a_file_or_a_feature_needs_them() -> None:
     names = [name for name, seconds in recorded().items() if seconds > LONG]
     short = next(name for name in functions() if name not in recorded())
-    long = next(name for name in names if not functions()[name])
+    long = next(n for n in names if not functions()[n] and recorded()[n] <= LONGEST)
+    longest = next(name for name in names if recorded()[name] > LONGEST)
     file = long.partition("::")[0]
     assert quick_functions([long, f"{file}::test_short"], []) == {f"{file}::test_short"}
     assert quick_functions([long], []) == {long}
+    assert quick_functions([longest], []) == set() and quick_functions([], [longest]) == {longest}
     new, other = f"{file}::test_new", f"{file}::test_other"
     assert quick_functions([new, other], [], slow=[new]) == {other}
     assert quick_functions([long, f"{file}::test_short", short], [long]) >= {long, short}
