@@ -48,6 +48,8 @@ R, S0, P = dt.Replicate(), dt.Shard(0), dt.Partial()
 @pytest.fixture
 def mesh() -> Iterator[dt.ProcessMesh]:
     """2 x 4 ranks, whose communication is faked; this process is rank 0."""
+    gc.collect()
+    gc.freeze()  # what there is already is left out when garbage is collected, which is quick then
     with fake_world(8), native.using(True):
         yield dt.ProcessMesh([[0, 1, 2, 3], [4, 5, 6, 7]], ("dp", "tp"))
 
