@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from disttensor.cache import Cache
 from disttensor.core.layout import is_dense
 from disttensor.torch_private import is_view
 
@@ -28,14 +29,19 @@ def own_memory(call: Any, run: Local, always: bool = False) -> Local:
     if not any(n <= 1 and n < size for n, size in zip(piece, shape, strict=True)):
         return run
     target = tuple(call.outputs[0].shape)
+    known = Cache[Any, bool](16, lasting=True)
 
     def shared(input: torch.Tensor) -> bool:
-        if is_dense(input, shape) or (target == shape and not always):
-            return True
-        strides = _spread(input.stride(), piece, shape)
-        return not always and is_view(
-            torch.empty_strided(shape, strides, device="meta").reshape(target)
-        )
+        key = input.stride(), input.untyped_storage().nbytes()  # decide the answer
+        answer = known.get(key)
+        if answer is None:
+            answer = is_dense(input, shape) or (target == shape and not always)
+            answer = answer or (not always and reshapes(_spread(key[0], piece, shape)))
+            known[key] = answer
+        return answer
+
+    def reshapes(strides: tuple[int, ...]) -> bool:
+        return is_view(torch.empty_strided(shape, strides, device="meta").reshape(target))
 
     def checked(input: torch.Tensor, *args: Any, **words: Any) -> torch.Tensor:
         out: torch.Tensor = run(input, *args, **words)

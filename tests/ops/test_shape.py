@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 import ops
 from disttensor.core.placement import Partial, Replicate, Shard
 from ops import Arg
+from ops.shape import strides
 from tests.support.simulate import check_rule, plan
 from tests.support.structure import tensors_in
 
@@ -298,3 +300,23 @@ def test_repeat_interleave_keeps_a_split_with_output_size() -> None:
         torch.repeat_interleave, Arg((4, 3), [Shard(0)]), 2, 0, output_size=8, mesh_shape=(2,)
     )
     assert got.outputs == ((Shard(0),),)
+
+
+def test_a_repeated_reshape_of_a_piece_of_one_row_decides_once_for_each_stride(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    derived = []
+    spread = strides._spread
+    monkeypatch.setattr(strides, "_spread", lambda *args: derived.append(args) or spread(*args))
+    shapes = {"shape": (2, 3, 8), "local_shape": (1, 3, 8)}
+    call = SimpleNamespace(
+        inputs=[SimpleNamespace(**shapes)], outputs=[SimpleNamespace(shape=(6, 8))]
+    )
+    reshape = strides.own_memory(call, lambda x: x.reshape(3, 8))
+    dense, of_columns = torch.randn(1, 3, 8), torch.randn(1, 8, 3).transpose(1, 2)
+    whole = torch.randn(2, 8, 3).transpose(1, 2)[:1]  # one process would copy it
+    for _ in range(2):
+        assert reshape(dense)._base is dense
+        assert reshape(of_columns)._base is None
+        assert reshape(whole)._base is None
+    assert len(derived) == 2, derived
