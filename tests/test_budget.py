@@ -26,7 +26,7 @@ from tests.test_imports import FILES
 #   drawing      pictures of pipeline, simulate and pieces in one package
 #   gradients    from comm, tensor and fsdp: one package for how gradients add up and are reduced
 #   hangs        why ranks wait for each other is printed, for any program of torch.distributed; the
-#                thread imports nothing beside the program (root)
+#                thread imports nothing beside the program (root); no rank that ended silences it
 #   integrations files that libraries write by their own functions, from all ranks
 #   launching    what a rank prints is written before the rank is ended; a fork that is not a rank
 #                yet gets no Ctrl-C (root: one state for two threads that enter a world)
@@ -46,8 +46,8 @@ from tests.test_imports import FILES
 #                torch chooses kernels, loops and casts as on the device; more formulas for FLOPs
 #   tensor       hooks of leaves run once, at the end of a backward; derivations are data; edges of
 #                the graph stand for DistTensors
-#   verification the first tensor that differs from one process is named, for any program; ranks
-#                that wait for each other are ended (root: the option of the command)
+#   verification the first tensor that differs from one process is named, for any program and dtype;
+#                ranks that wait for each other are ended (root: the option of the command)
 #   trace        guards of all that the code that ran can read; the audit of recorded programs
 LINES = {
     "api": 1_067,
@@ -62,7 +62,7 @@ LINES = {
     "fsdp": 3_234,
     "gradients": 1_069,
     "graphs": 1_481,
-    "hangs": 566,
+    "hangs": 572,
     "integrations": 1_115,
     "launching": 823,
     "meta": 152,
@@ -80,7 +80,7 @@ LINES = {
     "simulate": 6_487,
     "tensor": 3_538,
     "trace": 3_026,
-    "verification": 983,
+    "verification": 988,
 }  # fmt: skip
 MUTABLE = 113  # objects of modules that change: dicts, lists, sets, caches, context variables
 CALLBACKS = 10  # in disttensor/callbacks.py

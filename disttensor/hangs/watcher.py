@@ -44,8 +44,9 @@ def watch(seconds: float = 3.0) -> None:
 
 
 class Watch(threading.Thread):
-    """Keys in the store: asked (the number of questions so far), asker (the rank that asks), told
-    (the situation that was printed last), status/n/r (the answer of rank r to question n)."""
+    """Keys in the store: asked (the number of questions so far), asker (the rank that asks, and
+    the questions before), told (the situation that was printed last), status/n/r (the answer of
+    rank r to question n)."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(name="watch", daemon=True)
@@ -53,6 +54,7 @@ class Watch(threading.Thread):
         self.main = MainThread()
         self.reports: Reports | None = None
         self.world: Any = None  # the process group of ``reports``, or "agent"
+        self.asker = ""  # which was found to ask
         self.answered = 0  # the last question that this rank has answered
         self.told = ""  # the last situation that has been printed
         self.next = 0.0  # when this rank may ask again
@@ -120,10 +122,14 @@ class Watch(threading.Thread):
         """Collects where all ranks are, and prints a diagnosis unless it is known. One rank of the
         waiting ones does this at a time."""
         store, rank = reports.store, reports.rank
-        holder = int(store.compare_set("asker", "", str(rank)))
-        if holder != rank and reports.process_state(holder) != "":
+        mine = f"{rank} {store.add('asked', 0)}"
+        asker = store.compare_set("asker", "", mine).decode()
+        is_gone = reports.process_state(int(asker.split()[0])) == ""
+        if asker not in (mine, self.asker) and not is_gone:
+            self.asker = asker  # if it still asks at the next look, it has ended elsewhere
+            self.next = time.monotonic() + max(self.seconds, 2 * _ANSWERS)
             return
-        store.set("asker", str(rank))
+        store.set("asker", mine)
         try:
             self._collect(reports, store.add("asked", 1), status)
         finally:

@@ -42,7 +42,7 @@ def _causes(
     fit: Fit, ranks: list[int], bound: float, before: Pieces, batch: Batch, of_model: bool
 ) -> Iterator[str]:
     actual, expected, first = fit.actual, fit.expected, ranks[0]
-    mine, right = actual[first].flatten().double(), expected[first].flatten().double()
+    mine, right = map(_numbers, (actual[first], expected[first]))
 
     def are(values: Pieces) -> bool:
         return all(r in values and _is_near(actual[r], values[r], bound) for r in ranks)
@@ -71,6 +71,10 @@ def _causes(
                 value = float(total)
                 yield f"the sum over the ranks is {value:.6g}, the mean {value / len(parts):.6g}"
                 return
+
+
+def _numbers(x: Tensor) -> Tensor:
+    return (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x.double()).flatten()
 
 
 def _is_near(x: Tensor, y: Tensor, bound: float) -> bool:

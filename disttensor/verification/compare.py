@@ -173,7 +173,8 @@ class Comparison:
     def _bound(self, entry: Entry, one: Tensor) -> tuple[float, float, float]:
         """Returns the largest element, how far other roundings have moved the tensor, and how far
         it may be off."""
-        if entry.dtype is None or not entry.dtype.is_floating_point or not one.numel():
+        rounds = one.is_floating_point() or one.is_complex()
+        if entry.dtype is None or not rounds or not one.numel():
             return 1.0, 0.0, 0.5
         eps, phase = torch.finfo(entry.dtype).eps, entry.key[1]
         size = float(one.abs().nan_to_num(0.0, 0.0).max())

@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from disttensor.hangs import flight
+from disttensor.hangs import flight, watcher
 from disttensor.hangs.diagnosis import diagnose, situation
 from disttensor.hangs.flight import StartedCollective, show_ranks
 from disttensor.hangs.status import WAITS, Status
@@ -95,6 +96,20 @@ def test_a_simulation_does_not_end_the_watch(monkeypatch):
     with simulated_rank(0, 4, data=True):
         assert watch._connect() is reports
     assert watch._connect() is reports is not None
+
+
+@on_ranks(2)
+def test_a_rank_that_ended_elsewhere_while_it_asked_silences_nobody(monkeypatch):
+    monkeypatch.setattr(watcher, "_ANSWERS", 0.0)
+    watch = Watch(1.0)
+    reports = watch._connect()
+    if not torch.distributed.get_rank():
+        reports.store.set("asker", "7 0")  # which has no process here
+        watch._ask(reports, status(0))
+        assert not reports.store.add("asked", 0)
+        watch._ask(reports, status(0))
+        assert reports.store.add("asked", 0) == 1 and not reports.store.check(["asker"])
+    torch.distributed.barrier()
 
 
 def test_a_rank_that_lags_is_named_with_its_last_call():

@@ -200,3 +200,14 @@ def test_a_function_puts_pieces_together(tmp_path):
         dt.errors.VerifyError, match="gradient of parameter 0 at the optimizer step"
     ):
         dt.verify(train, 2, (False,), whole=whole)
+
+
+def test_complex_values_are_compared():
+    def train():
+        torch.distributed.init_process_group("gloo")
+        w = torch.nn.Parameter(torch.full((3,), 0.1 + 0.1j))
+        w.grad = torch.full_like(w, 0.1 * torch.distributed.get_world_size())
+        torch.optim.SGD([w], lr=0.1).step()
+
+    with pytest.raises(dt.errors.VerifyError, match=r"gradient of parameter 0 .*\n.*is 2 times"):
+        dt.verify(train, 2, steps=1)
