@@ -8,13 +8,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-try:
-    from matplotlib.figure import Figure
-except ImportError:
-    DRAWS = False
-else:
-    DRAWS = True
-
 
 class Progress:
     """Call ``update`` after every step. ``quiet``: shows nothing, for all ranks except one.
@@ -58,7 +51,9 @@ class Progress:
 def save_curve(losses: Sequence[float], path: str) -> str:
     """Draws the losses to a PNG. Returns a message for the user: the path, or the reason why there
     is none."""
-    if not DRAWS:
+    try:
+        from matplotlib.figure import Figure  # half a second, on the one rank that draws
+    except ImportError:
         return "no loss curve: matplotlib is not installed (pip install matplotlib)"
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()

@@ -43,7 +43,8 @@ from tests.test_imports import FILES
 #                ends is named in the other world; ranks of a world compare their models
 #   simulate     each rank in a process of its own, whose files, programs and connections reach
 #                nothing; ranks that read their rank are compared;
-#                torch chooses kernels, loops and casts as on the device; more formulas for FLOPs
+#                torch chooses kernels, loops and casts as on the device; more formulas for FLOPs;
+#                ranks share torch's answers, per type of device
 #   tensor       hooks of leaves run once, at the end of a backward; derivations are data; edges of
 #                the graph stand for DistTensors
 #   verification the first tensor that differs from one process is named, for any program and dtype;
@@ -77,7 +78,7 @@ LINES = {
     "random": 975,
     "reshard": 1_557,
     "root": 2_615,
-    "simulate": 6_487,
+    "simulate": 6_506,
     "tensor": 3_538,
     "trace": 3_026,
     "verification": 988,

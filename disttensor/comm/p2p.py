@@ -297,12 +297,12 @@ def _post_batches(
         directions.create_directions([rank for rank, _ in (*sends, *receives)])
     outs = [torch.empty(shape, dtype=dtype, device=device) for _, shape in receives]
     given = {id(x): x for _, x in sends}  # one copy for all receivers
-    copies = {key: copy_dense(x) for key, x in given.items()}
+    copies = {key: as_bytes(copy_dense(x)) for key, x in given.items()}
     posts: list[tuple[Any, Tensor, int, Any]] = [
         (dist.irecv, as_bytes(out), r, group(r, me))
         for (r, _), out in zip(receives, outs, strict=True)
     ]
-    posts += [(dist.isend, as_bytes(copies[id(x)]), r, group(me, r)) for r, x in sends]
+    posts += [(dist.isend, copies[id(x)], r, group(me, r)) for r, x in sends]
     started: dict[Any, Iterator[Any]] = {}
     for each in dict.fromkeys(post[-1] for post in posts):
         batch = [dist.P2POp(*post, tag=tag) for post in posts if post[-1] is each]

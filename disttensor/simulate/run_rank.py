@@ -10,7 +10,6 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from disttensor.simulate.rank_reads import watch_rank_reads
 from disttensor.simulate.rank_run import RankRun, cut_step
 from disttensor.simulate.recorder import StepRecorder, Values
 from disttensor.simulate.scratch_files import ScratchFiles
-from disttensor.simulate.shapes import add_known, count_known, known_since
+from disttensor.simulate.shapes import add_known, begin_rank, known_since
 from disttensor.simulate.stand_ins import replace_functions
 from disttensor.simulate.templates import few
 from disttensor.simulate.world import fake, simulated_rank
@@ -133,23 +132,21 @@ def start_rank(
             with simulated_rank(rank, world, ranks_per_node, device.backend):
                 replace_functions(files, rank, world)
                 kept = choose_as_on(device.type)
+                count = begin_rank(device.type)
                 recorder = StepRecorder(values)
                 found = result(*_record(program, rank, files, recorder, is_short, caught))
         del kept
-        return found, known_since(count)
+        return found, known_since(count, device.type)
 
     mode = fake()  # tables and imports that take a second are made here, and not in each child
     errors.name_of(torch.add)
     formulas()
-    count = count_known()
-    return Child(run, f"rank {rank}", partial(_take, mode))
 
+    def take(sent: tuple[Any, bytes]) -> Any:
+        add_known(sent[1], mode, device.type)
+        return sent[0]
 
-def _take(mode: Any, sent: tuple[Any, bytes]) -> Any:
-    """Returns the result of a process, and keeps the results of its operators for the next ones."""
-    found, known = sent
-    add_known(known, mode)
-    return found
+    return Child(run, f"rank {rank}", take)
 
 
 def _record(

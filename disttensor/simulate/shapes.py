@@ -1,5 +1,6 @@
 """Caches the results of operators on tensors without data: torch needs a fifth of a millisecond for
-one, and a step has thousands of equal calls."""
+one, and a step has thousands of equal calls. The process of a rank begins with the results of those
+before it."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import contextlib
 import io
 import itertools
 import math
+import os
 import pickle
 from collections.abc import Sequence
 from functools import cache
@@ -17,9 +19,11 @@ import torch
 from disttensor.pytree import Uncacheable, collect, key_of_contents, rebuild
 from disttensor.simulate.flop_formulas import flop_formula, is_counted_by_torch
 from disttensor.torch_private import FakeTensor, as_meta, fake_like, no_dispatch, storage_id
+from ops.answer import KNOWN
 
 Tensor = torch.Tensor
 _MOST = 1 << 17  # calls that are remembered
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 _META = torch.device("meta")
 _aten = torch.ops.aten
 _Operator: Any = type(_aten.add.Tensor)
@@ -57,6 +61,7 @@ class Cost(NamedTuple):
 
 
 _known: dict[Any, tuple[Any, Cost]] = {}
+_answers: dict[str, dict[Any, Any]] = {"cpu": {}, "cuda": {}}  # ``KNOWN``, by type of device
 
 
 def run(func: Any, args: Any, kwargs: Any, mode: Any) -> tuple[Any, Cost]:
@@ -99,28 +104,45 @@ class _Unpickler(pickle.Unpickler):
         return getattr(getattr(_aten, name[0]), name[1])
 
 
-def count_known() -> int:
-    """Returns the number of remembered calls, for ``known_since``."""
+def begin_rank(device_type: str) -> int:
+    """Lets the engine know torch's answers of earlier ranks only. Returns the number of remembered
+    calls, for ``known_since``."""
+    KNOWN.clear()  # autocast and attention are of another device there
+    KNOWN.update(_answers[device_type])
     return len(_known)
 
 
-def known_since(count: int) -> bytes:
-    """Returns the results after the first ``count``, for another process."""
+def known_since(count: int, device_type: str) -> bytes:
+    """Returns the results after the first ``count``, and torch's answers, for another process."""
     out, entries = io.BytesIO(), []
     for (func, around, contents), found in itertools.islice(_known.items(), count, None):
         if func.namespace == "aten" and around[2] is flop_formula(func):
             entries.append((func, around[1], contents, found))
+    earlier = _answers[device_type]
+    answers = {key: found for key, found in KNOWN.items() if key not in earlier and _is_own(key[0])}
     try:
-        _Pickler(out).dump(entries)
+        _Pickler(out).dump((entries, answers))
     except (TypeError, AttributeError, pickle.PicklingError):  # it would only save time
         return b""
     return out.getvalue()
 
 
-def add_known(data: bytes, mode: Any) -> None:
+def _is_own(func: Any) -> bool:
+    """Returns True for a function of torch that has the same name in another process: no operator
+    of a library, and no function that the program put in place of another."""
+    code = getattr(func, "__code__", None)
+    builtin = type(func).__module__ == "builtins"
+    return builtin and (code is None or code.co_filename.startswith(_TORCH))
+
+
+def add_known(data: bytes, mode: Any, device_type: str) -> None:
     """Adds the results of another process."""
-    for func, dtype, contents, found in _Unpickler(data, mode).load() if data else ():
+    if not data:
+        return
+    entries, answers = _Unpickler(data, mode).load()
+    for func, dtype, contents, found in entries:
         _known[func, (mode, dtype, flop_formula(func)), contents] = found
+    _answers[device_type].update(answers)
 
 
 def cost(func: Any, args: Any, kwargs: Any, out: Any) -> Cost:

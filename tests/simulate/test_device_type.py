@@ -11,6 +11,7 @@ from torch import nn
 
 import disttensor as dt
 from disttensor.simulate import devices, simulate
+from ops.answer import answer
 from tests.simulate.test_against_real_ranks import CPU
 
 
@@ -86,3 +87,20 @@ def test_autocast_of_a_gpu_casts_as_on_a_gpu():
 def test_a_type_that_is_not_known_is_an_error():
     with pytest.raises(ValueError, match=r'Device: type.*"cuda" or "cpu"'):
         dataclasses.replace(devices.H100, type="gpu")
+
+
+def test_answers_of_torch_on_this_machine_are_no_answers_on_the_device(capsys):
+    half, full = torch.bfloat16, torch.float32
+
+    def asked():
+        with torch.autocast("cpu", half):
+            return answer(F.softmax, [torch.ones(4, 4, dtype=half), -1], {}).outs[0].dtype
+
+    def step():
+        print(asked())
+
+    assert asked() == half
+    for _ in range(2):
+        simulate(lambda: step, 1)
+    assert capsys.readouterr().out.split() == 4 * [str(full)]
+    assert asked() == half
