@@ -53,7 +53,7 @@ from tests.test_imports import FILES
 LINES = {
     "api": 1_067,
     "autograd": 1_407,
-    "checkpoint": 2_396,
+    "checkpoint": 2_405,
     "comm": 3_819,
     "core": 1_252,
     "data": 761,

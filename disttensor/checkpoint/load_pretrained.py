@@ -124,17 +124,19 @@ def _paths(files: Any) -> list[Path]:
 
 
 def find_parts(
-    who: str, where: str, model: nn.Module, stored: dict[str, Stored], names: Any, strict: bool
-) -> dict[str, list[Part]]:
-    """Returns name in the model -> stored parts, one name for tied tensors. ``who`` and ``where``:
-    the call and what stores the parts, in errors."""
+    who: str, where: str, model: nn.Module, stored: dict[str, Stored], names: Any, strict: bool,
+    copies: bool = True,
+) -> dict[str, list[Part]]:  # fmt: skip
+    """Returns name in the model -> stored parts. Of tied tensors the last name counts, as in
+    ``load_state_dict``; without ``copies`` it is an error if they have several values. ``who`` and
+    ``where``: the call and what stores the parts, in errors."""
     state: dict[str, Any] = model.state_dict(keep_vars=True)
     parts: dict[str, list[Part]] = {}
-    lost, used, known = dict[int, str](), set[str](), set[int]()
+    lost, used, known = dict[int, str](), set[str](), dict[int, str]()
     for name, value in state.items():
         found = _sources(renamed(name, names), stored)
         used.update(one.name for one, _, _ in found or ())
-        if id(value) in known or not isinstance(value, Tensor):
+        if not isinstance(value, Tensor):
             continue
         if found is None:
             lost[id(value)] = name
@@ -148,8 +150,15 @@ def find_parts(
                 f"{who}: {name!r} is {list(value.shape)} in the model, and "
                 f"{list(shape)} in {found[0][0].path}"
             )
-        parts[name] = found
-        known.add(id(value))
+        tied = known.get(id(value))
+        if tied is not None:
+            places = [[(one.begin, *rows) for one, *rows in of] for of in (parts[tied], found)]
+            if not copies and places[0] != places[1]:
+                raise ValueError(
+                    f"{who}: {tied!r} and {name!r} are one tensor in the model, and two in {where}"
+                )
+            del parts[tied]
+        parts[name], known[id(value)] = found, name
     missing = [name for key, name in lost.items() if key not in known]
     unexpected = [name for name in stored if name not in used]
     if strict and (missing or unexpected):

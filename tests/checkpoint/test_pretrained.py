@@ -103,6 +103,24 @@ def test_pieces_of_any_kind_are_written_and_read(name, tmp_path):
         assert torch.equal(dt.broadcast_value(x), want.get(n, want["embed.weight"])), n
 
 
+@on_ranks(2)
+def test_of_tied_tensors_the_last_counts_as_in_load_state_dict(tmp_path):
+    def model() -> Any:
+        made = nn.ModuleDict({"embed": nn.Linear(4, 3), "head": nn.Linear(4, 3, bias=False)})
+        made["head"].weight = made["embed"].weight
+        return made
+
+    state = {n: torch.randn_like(x) for n, x in model().state_dict().items()}
+    if dist.get_rank() == 0:
+        safetensors.torch.save_file(state, tmp_path / "model.safetensors")
+    dist.barrier()
+    state = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    want, got = model(), dt.shard_module(model(), dt.init_mesh((2,), ("a",)), {"*.weight": [S0]})
+    want.load_state_dict(state)
+    dt.pretrained.load(got, tmp_path)
+    same_bits(got, want)
+
+
 class Fused(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -135,6 +135,12 @@ def test_names_shapes_and_addresses_that_do_not_fit_are_errors_on_all_ranks():
     publisher.close()
     with pytest.raises(dt.errors.CommError, match="receive"):
         dt.receive(nn.Linear(4, 3), publisher.address, timeout=1)
+    tied, two = (nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)]) for _ in range(2))
+    tied[1].weight = tied[0].weight
+    publisher = dt.publish(dt.shard_module(two, mesh), "127.0.0.1:0", timeout=20)
+    with pytest.raises(ValueError, match=r"'0\.weight' and '1\.weight' are one tensor"):
+        dt.receive(tied, publisher.address, timeout=20)
+    publisher.close()
 
 
 def test_each_piece_is_planned_once_and_replicas_share() -> None:
