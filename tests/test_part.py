@@ -42,7 +42,7 @@ def test_each_part_of_a_sweep_has_each_value_and_all_parts_have_all_cases(
     cases = [Case("test_a", x, y, 3) for x in range(10) for y in range(3)]
     seen: set[Case] = set()
     for n in range(40):
-        monkeypatch.setattr(part, "PART", n)
+        monkeypatch.setattr(part, "SWEEP", n)
         out = part.left_out([*others, *cases])
         assert out == part.left_out([*others, *cases]) and not out & {*others}
         taken = {*cases} - out

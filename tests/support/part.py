@@ -1,5 +1,6 @@
 """What a run takes of tests that are many: the part 0, or the part of a number, as ``PART=17``;
-``EVERYTHING=1`` runs all.
+``EVERYTHING=1`` runs all. ``SWEEP=17`` is another part of the sweeps alone: CI runs another one for
+each commit.
 
     @pytest.mark.sweep(3)  # a run takes a third of the cases, with each value of each parameter
     @pytest.mark.parametrize(...)
@@ -21,9 +22,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 EVERYTHING = bool(os.environ.get("EVERYTHING"))
-
-
 PART = int(os.environ.get("PART", "0"))
+SWEEP = int(os.environ.get("SWEEP", PART))
 
 
 def part(items: Collection[Any], count: int, salt: object = "") -> list[Any]:
@@ -57,7 +57,7 @@ def _sample(cases: list[Any], salt: str) -> list[Any]:
         return cases
     seen: set[tuple[str, int]] = set()
     first, others = [], []
-    for case in random.Random(f"{PART} {salt}").sample(cases, len(cases)):
+    for case in random.Random(f"{SWEEP} {salt}").sample(cases, len(cases)):
         values = {(name, id(value)) for name, value in case.callspec.params.items()}
         (others if values <= seen else first).append(case)
         seen |= values
