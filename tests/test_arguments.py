@@ -172,6 +172,13 @@ TABLE = {
         dt.simulate.simulate(step,8,ranks=["0"])
         dt.simulate.simulate(step,8,device="h100") dt.simulate.simulate(step,8,network=8)
         dt.simulate.simulate(step,8,values="x")""",
+    "simulate: (measured=.*a result of dt.simulate.measure|device=.*because the measured)": """
+        dt.simulate.simulate(step,8,measured=3)
+        dt.simulate.simulate(step,8,measured=dt.simulate.measured.Measured({}))""",
+    "measure: .*(a function that|a number of|list of ranks)": """
+        dt.simulate.measure(3,8) dt.simulate.measure(step,0) dt.simulate.measure(step,8,[8])
+        dt.simulate.measure(step,8,[]) dt.simulate.measure(step,8,3)
+        dt.simulate.measure(step,8,steps=0)""",
     "plan_strategy: .*(a function of|a number of|a list of strategies|one strategy at least)": """
         dt.simulate.plan_strategy(3,8) dt.simulate.plan_strategy(step,0)
         dt.simulate.plan_strategy(step,8,3) dt.simulate.plan_strategy(step,8,[3])
@@ -417,6 +424,8 @@ BAD: dict[str, dict[str, str]] = {
     "dt.manual_seed(0)": {"seed": "None 1.5 True 'x'"},
     "dt.pipeline.never_skip(lin())": {"module": MODULE},
     "dt.pipeline.skip(lin())": {"module": MODULE},
+    "dt.simulate.measure(step,8)": {
+        "build": FUNCTION, "world": COUNT, "ranks": "3 [8] ['0'] []", "steps": COUNT},
     "dt.simulate.plan_strategy(step,8)": {
         "build_with": FUNCTION, "world": COUNT, "candidates": "3 'x' [3] []",
         "device": "None 'h100' 3", "network": "None 8 'x'", "memory": "'x' -1 0 True",
@@ -503,7 +512,7 @@ BAD: dict[str, dict[str, str]] = {
         "requires_grad": FLAGS, "src_rank": "7 -1 '0' True 0.5", "check": FLAGS},
     "dt.simulate.simulate(step,8)": {
         "build": FUNCTION, "world": COUNT, "ranks": "3 [8] ['0'] []", "device": "None 'h100' 3",
-        "network": "None 8 'x'", "values": "'x' None"},
+        "network": "None 8 'x'", "values": "'x' None", "measured": "3 'x' {}"},
     "dt.sync_gradients(M)": {"params": "(3,) (None,) ('x',)"},
     "dt.to_dtensor(x)": {"x": "None 3 t"},
     "pipeline.Costs(1,1,1)": {

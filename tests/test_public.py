@@ -58,7 +58,7 @@ MODULES = {
     ],
     "disttensor.pretrained": ["load", "save"],
     "disttensor.random": ["rng"],
-    "disttensor.simulate": ["devices", "plan_strategy", "simulate"],
+    "disttensor.simulate": ["devices", "measure", "plan_strategy", "simulate"],
     "ops": [
         "RULES", "Arg", "DistSpec", "Factors", "Inferred", "Layout", "NoRule", "Rule", "infer",
         "letters", "pointwise_factors", "register", "replace_rule", "rule",

@@ -6,7 +6,8 @@ data. A recorder below the engine records each of them; the engine is not change
 """
 
 from disttensor.simulate import devices
+from disttensor.simulate.measured import measure
 from disttensor.simulate.plan_strategy import plan_strategy
 from disttensor.simulate.run import simulate
 
-__all__ = ["devices", "plan_strategy", "simulate"]
+__all__ = ["devices", "measure", "plan_strategy", "simulate"]

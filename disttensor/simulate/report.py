@@ -19,6 +19,7 @@ from disttensor.simulate import layer_shares, pictures
 from disttensor.simulate.devices import Device, Network
 from disttensor.simulate.findings import findings
 from disttensor.simulate.kind import Kind, names_of
+from disttensor.simulate.measured import Measured
 from disttensor.simulate.page import page
 from disttensor.simulate.text import amount, quantity, seconds, table
 from disttensor.simulate.timeline import timelines
@@ -34,7 +35,7 @@ class Report:
     ``said``: the warnings of the program itself, for example of a fallback that gathers.
     ``updates``: how often each class of optimizer updates in the step. ``files``: the bytes, and
     the ranks, of each file that the program writes up to the end of the step. The simulation keeps
-    none of them.
+    none of them. ``measured``: the times in place of those by ``device``.
     """
 
     world: int
@@ -44,6 +45,7 @@ class Report:
     said: list[str]
     updates: dict[str, int] = field(default_factory=dict)
     files: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    measured: Measured | None = None
 
     # All ranks together ---------------------------------------------------------------------------
 
@@ -120,7 +122,7 @@ class Report:
         program does not run again; its collectives keep the backend of the first device."""
         device, network = device or self.device, network or self.network
         runs = [(k.ranks, k.rank, k.events) for k in self.kinds]
-        rows = timelines(runs, self.world, device, network)
+        rows = timelines(runs, self.world, device, network, self.measured)
         kinds = [replace(k, timeline=row) for k, row in zip(self.kinds, rows, strict=True)]
         return replace(self, kinds=kinds, device=device, network=network)
 

@@ -21,6 +21,7 @@ from disttensor.simulate.child import Child
 from disttensor.simulate.devices import Device, Network
 from disttensor.simulate.kind import Kind
 from disttensor.simulate.kinds import Differences
+from disttensor.simulate.measured import Measured
 from disttensor.simulate.rank_run import RankRun
 from disttensor.simulate.recorder import Values
 from disttensor.simulate.report import Report
@@ -38,6 +39,7 @@ def simulate(
     device: Device = devices.H100,
     network: Network = Network(),  # noqa: B008  (it is frozen)
     values: Values = 0.0,
+    measured: Measured | None = None,
 ) -> Report:
     """Simulates one training step on ``world`` ranks on this machine, without memory for the model
     and without running kernels.
@@ -55,6 +57,8 @@ def simulate(
         network: the costs of collectives and messages.
         values: the result of reading data (``item``, ``bool``, ``tolist``): a number, or a function
             of the line that reads, as ``"train.py:12"``.
+        measured: the result of ``measure``: real times of some ranks, in place of those by
+            ``device``, whose ``type`` is "cpu" then.
 
     Returns:
         A Report, with memory, communication, floating-point operations and time.
@@ -81,13 +85,15 @@ def simulate(
     """
     check_callable("simulate: build", build, "a function that returns a function")
     return simulate_program(
-        of_build(build), world, ranks=ranks, device=device, network=network, values=values
-    )
+        of_build(build), world, ranks=ranks, device=device, network=network, values=values,
+        measured=measured,
+    )  # fmt: skip
 
 
 def simulate_program(
     program: Program, world: int, *, ranks: Iterable[int] | None = None,
     device: Device = devices.H100, network: Network = Network(), values: Values = 0.0,  # noqa: B008
+    measured: Measured | None = None,
 ) -> Report:  # fmt: skip
     """Simulates a program that starts and stops the recorder itself, such as a script. See
     ``simulate`` for the arguments."""
@@ -99,6 +105,11 @@ def simulate_program(
             raise argument_error("simulate: ranks: entry", rank, expected, ValueError)
     if wanted == ():
         raise argument_error("simulate: ranks", wanted, expected, ValueError)
+    if measured is not None:
+        check_type("simulate: measured", measured, Measured, "a result of dt.simulate.measure")
+        if device.asynchronous:
+            expected = 'a Device(type="cpu", ...), because the measured ranks ran on a CPU'
+            raise argument_error("simulate: device", device.name, expected, ValueError)
 
     with frozen_garbage() as collect_garbage, bar("simulating", unit="ranks") as advance:
 
@@ -110,15 +121,16 @@ def simulate_program(
         found = runner.kinds(world, wanted, network.ranks_per_node)
     runs = [one for _, one in found]
     rows = timelines(
-        [(ranks, one.rank, one.events) for ranks, one in found], world, device, network
-    )
+        [(ranks, one.rank, one.events) for ranks, one in found], world, device, network,
+        measured,
+    )  # fmt: skip
     kinds = [
         Kind(tuple(ranks), one.rank, CommLog(one.comms), one.memory, one.events, row, one.stage)
         for (ranks, one), row in zip(found, rows, strict=True)
     ]
     warnings = dict.fromkeys([*(w for one in runs for w in one.warnings), *runner.unknown])
     return Report(
-        world, kinds, device, network, list(warnings), runs[0].updates, runner.files
+        world, kinds, device, network, list(warnings), runs[0].updates, runner.files, measured
     )  # fmt: skip
 
 

@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from disttensor.errors import SimulationError
+from disttensor.simulate.costs import Costs, event_costs
 from disttensor.simulate.devices import Device, Network
-from disttensor.simulate.events import Collective, Event, Gradient, Message, Name, Op, Visit
+from disttensor.simulate.events import Collective, Event, Message, Name, Op, Wait
+from disttensor.simulate.measured import Measured
 from disttensor.simulate.transfers import (
     Clock,
     Party,
@@ -25,7 +27,9 @@ from disttensor.simulate.transfers import (
 Kinds = Sequence[tuple[Sequence[int], int, Sequence[Event]]]
 
 
-def timelines(kinds: Kinds, world: int, device: Device, network: Network) -> list[RankRow]:
+def timelines(
+    kinds: Kinds, world: int, device: Device, network: Network, measured: Measured | None = None
+) -> list[RankRow]:
     """Returns the time line of each kind of rank.
 
     Args:
@@ -33,16 +37,20 @@ def timelines(kinds: Kinds, world: int, device: Device, network: Network) -> lis
         world: the number of ranks.
         device: the costs of kernels and of the host.
         network: the costs of transfers.
+        measured: the times of some ranks between transfers, in place of the device's costs.
 
     Raises:
         SimulationError: if a rank waits for a transfer that no other rank starts.
     """
-    return _Simulation(kinds, world, device, network).run()
+    costs = event_costs([(ranks, events) for ranks, _, events in kinds], device, measured)
+    return _Simulation(kinds, costs, world, device, network).run()
 
 
 class _Simulation:
-    def __init__(self, kinds: Kinds, world: int, device: Device, network: Network) -> None:
-        self.device = device
+    def __init__(
+        self, kinds: Kinds, costs: Sequence[Costs], world: int, device: Device, network: Network
+    ) -> None:
+        self.device, self.costs = device, costs
         self.ranks = [Party(rank, len(ranks), events) for ranks, rank, events in kinds]
         self.clock = Clock(device.sharing, world)
         kind_of = {r: k for k, (ranks, _, _) in enumerate(kinds) for r in ranks}
@@ -86,33 +94,33 @@ class _Simulation:
         one, device = self.ranks[k], self.device
         pending: dict[Name, PendingTransfer] = {}  # the transfers that a Wait may name
         self.clock.add_busy(one.ranks)
-        for event in one.events:
-            if isinstance(event, Visit):
-                one.host += device.visit
-            elif isinstance(event, Gradient):
-                one.host += device.gradient
-            elif isinstance(event, Op):
-                one.host += device.launch
+        for event, (host, kernel) in zip(one.events, self.costs[k], strict=True):
+            if isinstance(event, Op):
+                one.host += host
                 start = one.now
-                one.device = start + device.kernel(event)
+                one.device = start + kernel
                 if not device.asynchronous:
                     one.host = one.device
                 one.row.spans.append(
                     Span("compute", event.name, event.phase, event.where, start, one.device)
                 )
-            else:
+            elif isinstance(event, Collective | Message):
                 yield one.now
-                if isinstance(event, Collective | Message):
-                    one.host += device.post
-                    posted = self.transfers.post(k, event)
-                    if posted is not None:
-                        pending[event.work] = posted
-                elif event.work in pending:  # else: started before the step
+                one.host += host
+                posted = self.transfers.post(k, event)
+                if posted is not None:
+                    pending[event.work] = posted
+            elif isinstance(event, Wait):
+                yield one.now
+                if event.work in pending:  # else: started before the step
                     awaited = pending.pop(event.work)
                     if not self.transfers.wait(k, awaited):
                         self.clock.add_busy(-one.ranks)
                         yield None
                         self._end_wait(one, awaited)
+                one.host += host
+            else:
+                one.host += host
             one.row.times.append(one.now)
         yield one.now
         self.clock.add_busy(-one.ranks)

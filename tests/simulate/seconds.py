@@ -1,4 +1,4 @@
-"""Measures the time of a step on a rank of a running world, and calibrates simulated steps."""
+"""Measures the time of a step on a rank of a running world."""
 
 from __future__ import annotations
 
@@ -7,15 +7,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.calibrate.measure import measure, measure_network
-from disttensor.simulate.devices import Device, Network
-
-REPEATS = 5  # the fastest step of so many counts
-
-
-def calibrate() -> tuple[Device, Network]:
-    """Measures on all ranks at once."""
-    return measure(0.3, together=True), measure_network()
+REPEATS = 12  # the fastest step of so many counts
 
 
 def step_time(build: Any, options: str) -> float:

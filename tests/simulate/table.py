@@ -1,42 +1,77 @@
-"""The tables of docs/numbers/simulate.md: simulated steps against the same steps of gloo processes,
-four of them, and eight.
+"""The tables of docs/numbers/simulate.md: simulated steps against the same steps of gloo processes.
 
-python -m tests.simulate.table          # bytes, FLOPs, memory: exact on any machine
-python -m tests.simulate.table --time FILE [A:B]   # seconds, by a device and a network that are
-                        # measured before and after; the machine has to be idle. FILE keeps the
-                        # figures of runs A to B for the next call
+python -m tests.simulate.table                  # bytes, FLOPs, memory: exact on any machine
+python -m tests.simulate.table --measure FILE [A:B]  # steps of runs A to B, real and of
+                        # single ranks; the machine has to be idle. FILE keeps the figures
+python -m tests.simulate.table --time FILE      # seconds, by the figures in FILE
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import json
+import os
+import pickle
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from disttensor.simulate import simulate
+from benchmarks.calibrate.measure import measure_network
+from disttensor.simulate import devices, measure, simulate
 from tests.simulate import gpt_training, huggingface_training
 from tests.simulate.measured import measured
-from tests.simulate.seconds import calibrate, step_time
+from tests.simulate.seconds import step_time
 from tests.simulate.test_against_real_ranks import CPU, EIGHT, MODELS, STRATEGIES
 from tests.support.pool import run_on_ranks, warning_filters
 
 RANKS = 4
-LARGER = "--width=256 --context=128"  # so that a step is not the host's alone
-APART = 0.15  # of a step: strategies that differ by less are not compared
+APART = 0.10  # of a step: strategies that differ by less are not compared
+HERE = devices.Device(name="this CPU", peak=CPU.peak, bandwidth=CPU.bandwidth, type="cpu")
+
+# Runs whose times are compared: the number of ranks, and options.
+_MIDDLE, _WIDE, _DEEP = (
+    f"--layers={layers} --width={width} --context={context}"
+    for layers, width, context in ((4, 192, 96), (2, 384, 64), (6, 96, 48))
+)
+GPTS = [
+    (2, f"{_MIDDLE} --dp=2 --batch=8"),
+    (2, f"{_MIDDLE} --tp=2 --batch=8"),
+    (2, f"{_MIDDLE} --sharding=2 --zero=3 --batch=8"),
+    (2, f"{_MIDDLE} --sharding=2 --zero=2 --batch=8 --accumulate=2"),
+    (2, f"{_MIDDLE} --pp=2 --batch=8 --accumulate=4"),
+    (2, f"{_MIDDLE} --pp=2 --batch=8 --accumulate=4 --schedule=zbv"),
+    (2, f"{_MIDDLE} --cp=2 --batch=8"),
+    (2, f"{_MIDDLE} --dp=2 --batch=8 --recompute"),
+    (2, f"{_WIDE} --dp=2 --batch=4"),
+    (2, f"{_WIDE} --tp=2 --batch=4"),
+    (2, f"{_DEEP} --sharding=2 --zero=1 --batch=12"),
+    (2, f"{_DEEP} --pp=2 --batch=12 --accumulate=6 --schedule=interleaved_1f1b"),
+    (4, f"{_MIDDLE} --dp=4 --batch=8"),
+    (4, f"{_MIDDLE} --dp=2 --tp=2 --batch=8"),
+    (4, f"{_MIDDLE} --pp=2 --dp=2 --batch=8 --accumulate=4"),
+    (4, f"{_MIDDLE} --sharding=4 --zero=3 --batch=8"),
+    (4, f"{_MIDDLE} --pp=4 --batch=8 --accumulate=8"),
+]
+KNOWN = [
+    (2, "llama tp=2"),
+    (2, "gpt2 sharding=2 zero_stage=3"),
+    (2, "bert dp=2 accumulate_steps=2"),
+]
 
 
 def main() -> None:
     warning_filters[:] = ["ignore::disttensor.errors.FallbackWarning"]
     runs = [(gpt_training.build, options) for options in STRATEGIES]
     runs += [(huggingface_training.build, options) for options in MODELS]
+    if "--measure" in sys.argv:
+        file, *part = sys.argv[sys.argv.index("--measure") + 1 :]
+        ends = [int(n) for n in part[0].split(":")] if part else [None]
+        measure_steps(Path(file), slice(*ends))
+        return
     if "--time" in sys.argv:
-        file, *part = sys.argv[sys.argv.index("--time") + 1 :]
-        ends = [int(n) for n in part[0].split(":")] if part else [len(runs)]
-        times(runs, Path(file), slice(*ends))
+        compare_times(Path(sys.argv[sys.argv.index("--time") + 1]))
         return
     head = ["options", "collectives", "bytes", "FLOP of rank 0", "peak, simulated", "peak, real"]
     print(*row(head), sep="\n")
@@ -55,33 +90,47 @@ def main() -> None:
         print(row([f"`{options}`", *(f"{n:,}" for n in figures)])[0], flush=True)
 
 
-def times(runs: Sequence[tuple[Any, str]], file: Path, part: slice) -> None:
-    """Seconds of a step, real and simulated, of a part of the runs; and how many pairs of
-    strategies of one program come in the right order, of those that differ by more than 15%."""
-    gpt = gpt_training.build
-    runs = [(b, f"{o} {LARGER}" if b is gpt and "width" not in o else o) for b, o in runs]
-    found = json.loads(file.read_text()) if file.exists() else {}
-    before = run_on_ranks(RANKS, calibrate, timeout=200)[0]
-    real = [max(run_on_ranks(RANKS, step_time, *run, timeout=300)) for run in runs[part]]
-    after = run_on_ranks(RANKS, calibrate, timeout=200)[0]
-    print(*before, *after, sep="\n", flush=True)
-    for (build, options), seconds in zip(runs[part], real, strict=True):
+def timed() -> list[tuple[Any, int, str]]:
+    return [(gpt_training.build, *run) for run in GPTS] + [
+        (huggingface_training.build, *run) for run in KNOWN
+    ]
+
+
+def measure_steps(file: Path, part: slice) -> None:
+    """Adds to a file, for a part of the runs: the seconds of a step of each real rank, the measured
+    steps of single ranks, and the network of the real ranks."""
+    found = pickle.loads(file.read_bytes()) if file.exists() else {}
+    for build, ranks, options in timed()[part]:
+        network = run_on_ranks(ranks, measure_network, timeout=100)[0]
+        real = run_on_ranks(ranks, step_time, build, options, timeout=100)
+        alone = range(ranks) if "pp=" in options else [0]  # one of each kind
         program = functools.partial(build, options)
-        report = simulate(program, RANKS, device=before[0], network=before[1])
-        said = (report.step_time + report.on(device=after[0], network=after[1]).step_time) / 2
-        found[options] = said, seconds
-        cells = f"`{options}`", f"{said * 1e3:.1f} ms", f"{seconds * 1e3:.1f} ms"
-        print(row([*cells, f"{said / seconds - 1:+.0%}"])[0], flush=True)
-    file.write_text(json.dumps(found))
-    near = sum(abs(said / seconds - 1) <= 0.25 for said, seconds in found.values())
-    print(f"{near} of {len(found)} within 25%")
-    apart = right = 0
-    known = [found[o] for b, o in runs if b is gpt and o in found]
-    for (said, seconds), (other, others) in itertools.combinations(known, 2):
-        if abs(seconds / others - 1) > APART:
-            apart += 1
-            right += (said < other) == (seconds < others)
-    print(f"of {apart} pairs that differ by more than 15%, {right} are in the right order")
+        found[ranks, options] = real, measure(program, ranks, alone), network
+        file.write_bytes(pickle.dumps(found))
+        print(options, real, flush=True)
+
+
+def compare_times(file: Path) -> None:
+    """Prints the steps in a file with the simulated ones; and how many pairs are in the right
+    order, of those that differ by more than 10%."""
+    found, known = pickle.loads(file.read_bytes()), []
+    for build, ranks, options in timed():
+        if (ranks, options) not in found:
+            continue
+        real, measured_, network = found[ranks, options]
+        device = replace(HERE, sharing=max(1.0, ranks / len(os.sched_getaffinity(0))))
+        program = functools.partial(build, options)
+        report = simulate(program, ranks, device=device, network=network, measured=measured_)
+        said, seconds = report.step_time, max(real)
+        known.append((said, seconds))
+        cells = [f"{said * 1e3:.1f} ms", f"{seconds * 1e3:.1f} ms", f"{said / seconds - 1:+.0%}"]
+        print(row([str(ranks), f"`{options}`", *cells])[0], flush=True)
+    off = [abs(said / seconds - 1) for said, seconds in known]
+    print(f"off by {sum(off) / len(off):.1%} on average and {max(off):.1%} at most")
+    pairs = itertools.combinations(known, 2)
+    apart = [(a, b) for a, b in pairs if abs(a[1] / b[1] - 1) > APART]
+    right = sum((a[0] < b[0]) == (a[1] < b[1]) for a, b in apart)
+    print(f"of {len(apart)} pairs that differ by more than 10%, {right} are in the right order")
 
 
 def row(cells: Sequence[str]) -> tuple[str, str]:
