@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -11,17 +12,17 @@ T = TypeVar("T")
 class Work(Generic[T]):
     """An operation in progress. Do not use the tensors that it was started with before ``wait``.
 
-    ``wait`` returns the result of ``finish``, or raises its error; every later ``wait`` does the
-    same. After an interrupt (Ctrl-C) the next ``wait`` waits again. ``into``: the tensor that will
-    hold the result, if it exists already; else None.
+    ``wait`` returns the result of ``finish``, or raises its error; every other ``wait`` does the
+    same, also in another thread. After an interrupt (Ctrl-C) the next ``wait`` waits again.
+    ``into``: the tensor that will hold the result, if it exists already; else None.
     """
 
-    __slots__ = ("_done", "_error", "_finish", "_result", "into")
+    __slots__ = ("_done", "_error", "_finish", "_lock", "_result", "into")
 
     def __init__(
         self, finish: Callable[[], T], done: Callable[[], bool] | None = None, into: T | None = None
     ) -> None:
-        self.into = into
+        self.into, self._lock = into, threading.RLock()
         self._finish: Callable[[], T] | None = finish
         self._done = done  # None: unknown before ``wait``
         self._error: Exception | None = None
@@ -33,14 +34,19 @@ class Work(Generic[T]):
 
     def wait(self) -> T:
         if self._finish is not None:
+            with self._lock:
+                self._run_finish()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def _run_finish(self) -> None:
+        if self._finish is not None:
             try:
                 self._result = self._finish()
             except Exception as error:
                 self._error = error
             self._finish = None
-        if self._error is not None:
-            raise self._error
-        return self._result
 
 
 def finished(result: T) -> Work[T]:

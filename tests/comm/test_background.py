@@ -203,3 +203,25 @@ def test_a_wait_that_was_interrupted_waits_again() -> None:
     with pytest.raises(KeyboardInterrupt):
         work.wait()
     assert not work.done() and work.wait() == work.wait() == 5
+
+
+def test_two_threads_that_wait_get_one_result() -> None:
+    begun, go, calls = threading.Event(), threading.Event(), []
+
+    def finish() -> object:
+        calls.append(threading.get_ident())
+        begun.set()
+        assert go.wait(20)
+        return object()
+
+    work = Work(finish)
+    results: list[object] = []
+    threads = [threading.Thread(target=lambda: results.append(work.wait())) for _ in range(2)]
+    threads[0].start()
+    assert begun.wait(20)
+    threads[1].start()
+    threads[1].join(0.1)
+    go.set()
+    for thread in threads:
+        thread.join(20)
+    assert len(calls) == 1 and len(results) == 2 and results[0] is results[1]
