@@ -53,7 +53,7 @@ def measure(
         world: the number of ranks.
         ranks: the ranks that run, for example one of each kind:
             ``[kind.rank for kind in report.kinds]``. Each needs the memory of a real rank.
-        steps: the number of measured steps, after two others. The fastest one counts.
+        steps: the number of measured steps, after two others. The median counts.
 
     Returns:
         A Measured. ``measured.ranks`` has for each rank its transfers and waits in order, each with
@@ -107,10 +107,9 @@ def _start(build: Callable[[], Any], rank: int, world: int, steps: int) -> Child
             step = build()
             for _ in range(_WARM):
                 step()
-            spent = (watch.spent(step) for _ in range(steps))
-            best = min(spent, key=lambda one: sum(seconds for _, seconds in one))
+            spent = [watch.spent(step) for _ in range(steps)]
             del kept
-        return best
+        return sorted(spent, key=lambda one: sum(seconds for _, seconds in one))[steps // 2]
 
     return Child(run, f"rank {rank}", tuple)
 
