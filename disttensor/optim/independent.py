@@ -56,10 +56,10 @@ class RefuseMixing(TorchDispatchMode):
         given = {a.name: x for a, x in zip(func._schema.arguments, args, strict=False)} | kwargs
         written = {a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write}
         results = [out, *(given[name] for name in written if name in given)]
-        if "_foreach_" in func.name() or "_fused_" in func.name():  # element by element of lists
-            columns = [x for x in (*given.values(), *results) if isinstance(x, (list, tuple))]
+        columns = [x for x in (*given.values(), *results) if isinstance(x, (list, tuple))]
+        if columns and ("_foreach_" in func.name() or "_fused_" in func.name()):
             single = [x for x in given.values() if isinstance(x, Tensor)]
-            for i in range(max(map(len, columns))):
+            for i in range(max(map(len, columns))):  # element by element of lists
                 self.call(func, [*single, *_ith(given.values(), i)], _ith(results, i))
         else:
             self.call(func, collect(given, [], Tensor), collect(results, [], Tensor))

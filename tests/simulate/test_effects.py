@@ -388,6 +388,10 @@ def test_a_script_that_saves_its_model_leaves_the_real_file(
     whole = [(n, by) for path, (n, by) in report.files.items() if "states" in path]
     assert sum(n for n, _ in whole) == 512 * 513 * 4  # of the weight and the bias, once
     assert sorted(by for _, by in whole) == [(0,), (1,)]
+    folder, apart = str(tmp_path / "run" / "states"), devices.Network(ranks_per_node=1)
+    assert report.bytes_by_node(folder) == {0: 512 * 513 * 4}
+    assert report.on(network=apart).bytes_by_node(folder) == {by[0]: n for n, by in whole}
+    assert report.bytes_by_node()[0] == 512 * 513 * 4 + nbytes
     assert "model.pt, 1.00 MiB of ranks 0" in str(report)
     assert capsys.readouterr().out == "saved 0\n"
 
