@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import socket
 import subprocess
 import sys
 import weakref
@@ -26,6 +25,7 @@ from disttensor.dispatch.call_plan import CallPlan
 from disttensor.graphs import traced_comm
 from tests.support import forked
 from tests.support.pool import fake_world
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -165,9 +165,7 @@ def test_worlds_of_one_program_follow_each_other(agent: bool, tmp_path: Path) ->
 
     def program() -> int:
         if not agent:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
+            port = free_port()
             change = "import os; os.environ.update(TORCHELASTIC_USE_AGENT_STORE='False', "
             script.write_text(f"{change}MASTER_PORT='{port}')\n{WORLDS}")
         return run.main(["--nproc", "2", str(script)])
@@ -222,9 +220,7 @@ def test_a_program_starts_its_own_worlds_on_one_port(tmp_path: Path) -> None:
     The user's tensors of the last world still exist."""
     script = tmp_path / "worlds.py"
     script.write_text(OWN_WORLDS)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, str(script)]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     ranks = [

@@ -14,7 +14,6 @@ import functools
 import json
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -25,6 +24,7 @@ import torch
 import disttensor as dt
 from disttensor.comm import failure_watch
 from disttensor.torch_private import timeout_of
+from tests.support.ports import free_port
 
 WORLD = 3  # hsdp: 4
 LIMIT = 40.0
@@ -202,10 +202,7 @@ PROGRAMS = {
 
 def forked(body, world):
     """(exit status or None, seconds, stderr) of each rank. Rank 0 keeps the store."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ.update(WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     folder, started = Path(tempfile.mkdtemp()), time.monotonic()
     left = {}
     for rank in range(world):

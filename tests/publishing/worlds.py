@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import sys
 import time
 
@@ -21,6 +20,7 @@ from torch import nn
 import disttensor as dt
 from disttensor.publishing.exchange import PieceExchange
 from tests.comm.deaths import run_worlds
+from tests.support.ports import free_port
 
 STEPS = 3
 STRATEGIES = {
@@ -261,16 +261,10 @@ def losses(case, address):
     return {name: (functools.partial(f, **options), n) for name, (f, n) in bodies.items()}
 
 
-def free_address():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{free.getsockname()[1]}"
-
-
 def main() -> None:
     out = {}
     for case in sys.argv[1:]:
-        worlds = (strategies if case in STRATEGIES else losses)(case, free_address())
+        worlds = (strategies if case in STRATEGIES else losses)(case, f"127.0.0.1:{free_port()}")
         out[case] = run_worlds(worlds, len(worlds))
     print(json.dumps(out))
 

@@ -10,7 +10,6 @@ decompose matrices are that sensitive. Libraries: ``strangers.txt``.
 from __future__ import annotations
 
 import os
-import socket
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +21,7 @@ from prodigyopt import Prodigy
 from torch import nn
 
 import disttensor as dt
+from tests.support.ports import free_port
 
 NAMES = "Shampoo ScalableShampoo SOAP Kron AdaFactor SPlus Adan GaLore APOLLO Conda Alice RACS"
 COMBINING = "Lamb LARS Prodigy DAdaptAdam"  # a norm or a sum over all parameters
@@ -85,6 +85,4 @@ def main(rank: int, port: int) -> None:
 
 
 if __name__ == "__main__":
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(main, (port,), nprocs=2)
+    torch.multiprocessing.spawn(main, (free_port(),), nprocs=2)
