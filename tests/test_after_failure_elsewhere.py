@@ -505,13 +505,14 @@ def test_steps_after_a_failed_simulation():
         run.step(0)
         before, groups = leftovers(), dist.group.WORLD
         environment, numbers = dict(os.environ), torch.get_rng_state()
+        frozen = gc.get_freeze_count()
         for way in ("as it is built", "in the step", "in the backward"):
             for error in (Failure, Interrupt):
                 if on:
                     simulated(way, error)
         assert dist.group.WORLD is groups and dict(os.environ) == environment
         assert torch.equal(torch.get_rng_state(), numbers)
-        assert gc.isenabled() and not gc.get_freeze_count()
+        assert gc.isenabled() and gc.get_freeze_count() <= frozen
         results.append(run.steps_after(before))
     compare(results[1], results[0])
 
