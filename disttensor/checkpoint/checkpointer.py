@@ -17,7 +17,7 @@ from disttensor.checkpoint.object_folder import ObjectFolder
 from disttensor.checkpoint.saved_layout import WritePlan, plan_writes
 from disttensor.checkpoint.state import Tensors, check_loadable, collect, parameter_names, restore
 from disttensor.checkpoint.synced_file import Sums
-from disttensor.checkpoint.tensor_file import Reader, file_of, local_of, write_pieces
+from disttensor.checkpoint.tensor_file import Reader, file_of, write_pieces
 from disttensor.checkpoint.values_file import SavedValues, file_of_values, read_values
 from disttensor.checks import check_bool, check_int, check_type
 from disttensor.comm import compare_programs, objects
@@ -27,7 +27,7 @@ from disttensor.errors import MismatchError
 from disttensor.progress import Advance, bar, show_nothing
 from disttensor.random import counter
 from disttensor.tensor import views
-from disttensor.tensor.dist_tensor import DistTensor
+from disttensor.tensor.dist_tensor import DistTensor, local_of
 
 RANDOM = "random"
 _KINDS = (OSError, ValueError, TypeError, MismatchError, RuntimeError)

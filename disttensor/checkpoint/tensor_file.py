@@ -24,7 +24,7 @@ from disttensor.comm.wire import dense
 from disttensor.core.layout import Box
 from disttensor.progress import bar
 from disttensor.tensor.checkpointable import prepare_to_read
-from disttensor.tensor.dist_tensor import DistTensor
+from disttensor.tensor.dist_tensor import DistTensor, local_of
 from disttensor.torch_private import ArchiveReader
 
 _LENGTH = struct.Struct("<Q")  # of the index, at the end of a file
@@ -63,11 +63,6 @@ def write_pieces(file: Any, pieces: Mapping[str, Box], tensors: Mapping[str, Any
         index[name] = PieceEntry(start, file.tell() - start, file.crc, *box)
     file.crc, data = 0, json.dumps(index).encode()
     file.write(data + _LENGTH.pack(len(data)))
-
-
-def local_of(x: torch.Tensor) -> torch.Tensor:
-    """Returns the piece of this rank."""
-    return (x.local if isinstance(x, DistTensor) else x).detach()
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:

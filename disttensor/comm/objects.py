@@ -99,11 +99,12 @@ def gather_results(
 
 
 def run_on_all_ranks(
-    who: str, group: Group, run: Callable[[], T], kinds: Sequence[type[Exception]] = ()
-) -> T:
+    who: str, group: Group, run: Callable[[], T], kinds: Sequence[type[Exception]] = (),
+    seen: bool = True,
+) -> T:  # fmt: skip
     """Returns ``run()``; an error of one rank is raised on all, as by ``gather_results``."""
     results: list[T] = []
-    gather_results(who, group, lambda: results.append(run()), kinds)
+    gather_results(who, group, lambda: results.append(run()), kinds, seen=seen)
     return results[0]
 
 

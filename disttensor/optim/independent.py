@@ -14,8 +14,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from disttensor.errors import name_parameter
-from disttensor.pytree import collect
-from disttensor.tensor.dist_tensor import DistTensor
+from disttensor.pytree import collect, substitute
+from disttensor.tensor.dist_tensor import local_of
 from disttensor.torch_private import StorageWeakRef, TorchDispatchMode, storage_id
 
 Tensor = torch.Tensor
@@ -49,6 +49,7 @@ class RefuseMixing(TorchDispatchMode):
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
         self.contexts.close()
+        self.owned, self.parts = (), {}  # a number that the optimizer keeps may refer to this
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -107,7 +108,8 @@ class RefuseMixing(TorchDispatchMode):
 
 
 class _Number(float):
-    """A float that was computed from tensors, with their sources."""
+    """A float that was computed from tensors, with their sources. It is an ordinary float after the
+    step."""
 
     __slots__ = ("check", "sources")
     check: RefuseMixing
@@ -127,8 +129,8 @@ def _follow(name: str) -> Callable[..., Any]:
 
     def run(self: _Number, *others: Any) -> Any:
         result = operator(self, *others)
-        if type(result) is not float:
-            return result  # NotImplemented
+        if type(result) is not float or not self.check.owned:
+            return result  # NotImplemented, or a number from an earlier step
         held = [self, *(x for x in others if isinstance(x, _Number))]
         sources = self.check.union(f"float.{name}", [x.sources for x in held])
         return _number(result, self.check, sources)
@@ -140,8 +142,14 @@ for _name in "add sub mul truediv pow neg abs radd rsub rmul rtruediv rpow".spli
     setattr(_Number, f"__{_name}__", _follow(f"__{_name}__"))
 
 
+def plain_numbers(value: Any) -> Any:
+    """Returns the same structure with regular floats."""
+    return substitute(value, lambda x: float(x), _Number)
+
+
 class _FollowNumbers(TorchFunctionMode):
-    """Gives results of ``item`` the sources of their tensor, and tensors those of their numbers."""
+    """Gives a result of ``item`` the sources of its tensor, and a tensor the sources of the numbers
+    from which it was computed."""
 
     def __init__(self, check: RefuseMixing) -> None:
         super().__init__()
@@ -156,10 +164,6 @@ class _FollowNumbers(TorchFunctionMode):
             for x in map(local_of, collect(out, [], Tensor)):
                 self.check.add(x, self.check.union(func, [*numbers, self.check.of(x)]))
         return out
-
-
-def local_of(x: Tensor) -> Tensor:
-    return x.local if isinstance(x, DistTensor) else x
 
 
 def _memory(x: Tensor) -> tuple[int, int]:

@@ -23,12 +23,12 @@ from torch import nn
 
 from disttensor import callbacks
 from disttensor.checks import check_callable, check_type
-from disttensor.comm.objects import gather_results
+from disttensor.comm.objects import run_on_all_ranks
 from disttensor.core.layout import replicated
 from disttensor.core.mesh import ProcessMesh
 from disttensor.core.spec import DistSpec
 from disttensor.optim.exchange import Move, exchange
-from disttensor.optim.independent import RefuseMixing, local_of
+from disttensor.optim.independent import RefuseMixing, plain_numbers
 from disttensor.optim.owners import (
     OWNERS,
     Owners,
@@ -42,7 +42,7 @@ from disttensor.pytree import collect, substitute
 from disttensor.random import counter
 from disttensor.random.philox import derive
 from disttensor.random.state import Seeded
-from disttensor.tensor.dist_tensor import DistTensor, wrap
+from disttensor.tensor.dist_tensor import DistTensor, local_of, wrap
 from disttensor.tensor.user_facts import pass_attributes
 
 Tensor = torch.Tensor
@@ -219,14 +219,16 @@ def _run_checked(call: Callable[[], Any], optimizer: Optimizer, owned: Owned) ->
     mine = [(p, _tensors(optimizer, q)) for p, _, q in owned if q is not None]
     ours = {id(q) for _, _, q in owned}
     rest = [p for p in params_of(optimizer) if id(p) not in ours]
-    with RefuseMixing(mine, [x for p in rest for x in _tensors(optimizer, p)]):
-        results: list[Any] = []
-        run: Callable[[], Any] = lambda: results.append(call())  # noqa: E731
-        for mesh in dict.fromkeys(p.spec.mesh.root for p, _, _ in owned):
-            group = mesh.group(range(mesh.ndim), "owners")
-            run = partial(gather_results, "a step with owners", group, run, seen=False)
-        run()
-        return results[0]
+    for mesh in dict.fromkeys(p.spec.mesh.root for p, _, _ in owned):
+        group = mesh.group(range(mesh.ndim), "owners")
+        call = partial(run_on_all_ranks, "a step with owners", group, call, seen=False)
+    try:
+        with RefuseMixing(mine, [x for p in rest for x in _tensors(optimizer, p)]):
+            return call()
+    finally:
+        optimizer.state.update({p: plain_numbers(x) for p, x in optimizer.state.items()})
+        for options in optimizer.param_groups:
+            options.update({k: plain_numbers(x) for k, x in options.items() if k != "params"})
 
 
 def _tensors(optimizer: Optimizer, p: Tensor) -> list[Tensor]:

@@ -105,7 +105,7 @@ class Receiver:
             self._sent = [WorldTensor(*row) for row in rows]
             stored = {name: self._sent[n].as_stored(name, n) for name, n in numbers.items()}
             where = "the tensors of the publisher"
-            self._parts = find_parts(who, where, model, stored, names, strict, False)
+            self._parts = find_parts(who, where, model, stored, names, strict, copies=False)
             self._facts, _ = self._collect()
 
         try:

@@ -197,6 +197,11 @@ _COPIES = (
 )  # fmt: skip
 
 
+def local_of(x: Tensor) -> Tensor:
+    """Returns the piece of this rank, without a graph; a regular tensor is its own piece."""
+    return (x.local if isinstance(x, DistTensor) else x).detach()
+
+
 def wrap(local: Tensor, spec: DistSpec) -> DistTensor:
     """Returns a DistTensor with the local ``local``."""
     out: DistTensor = make_subclass(DistTensor, spec.meta_tensor)

@@ -377,6 +377,8 @@ class Mixing(torch.optim.Optimizer):
                 norm = torch._foreach_norm(grads)[0] + torch._foreach_norm(grads)[-1]
             else:
                 grads[0].mul_(grads[0].norm().item() / grads[0].norm().item())
+                group["norm"] = 2 * grads[0].norm().item()
+                self.state[params[0]] = {"norms": [group["norm"]]}
                 norm = torch.ones(())
             torch._foreach_add_(grads, params, alpha=0.1)
             torch._foreach_div_(grads, norm)
@@ -392,6 +394,9 @@ def test_an_optimizer_that_combines_parameters_raises(way: str) -> None:
     sum((p * p).sum() for p in params).backward()
     if way == "alone":
         optimizer.step()
+        kept = [group["norm"] for group in optimizer.param_groups if "norm" in group]
+        kept += [x for state in optimizer.state.values() for x in state["norms"]]
+        assert len(kept) == 2 and {*map(type, kept)} == {float}, kept
         want = [x - 2.1 * x for x in values]
         close([p.full_tensor() for p in params], want)
     else:
