@@ -22,7 +22,8 @@ from tests.test_imports import FILES
 #   checkpoint   containers are filled in place, names in files are checked, models replaced at
 #                once; plans without collectives, in an own format (+430); object stores (+163)
 #   data         the position of a loader is one value with a digest; replicas are compared
-#   fsdp         calls for modules in one another; the methods of torch's FSDPModule
+#   fsdp         calls for modules in one another; the methods of torch's FSDPModule; a thread that
+#                one rank alone has gathers nothing (+50)
 #   drawing      pictures of pipeline, simulate and pieces in one package
 #   gradients    from comm, tensor and fsdp: one package for how gradients add up and are reduced
 #   hangs        why ranks wait for each other is printed, for any program of torch.distributed; the
@@ -61,7 +62,7 @@ LINES = {
     "dispatch": 2_605,
     "drawing": 212,
     "experts": 657,
-    "fsdp": 3_234,
+    "fsdp": 3_283,
     "gradients": 1_069,
     "graphs": 1_481,
     "hangs": 572,

@@ -1,7 +1,6 @@
 """Nodes where calls of autograd start: the roots of each backward, of regular tensors too.
 
-Autograd counts the nodes of each thread separately. One thread makes a whole graph. Threads that
-run the forwards of micro-batches have their own count (``number_own_nodes``); all others share one.
+Autograd numbers the nodes of each thread separately, so a number says nothing without its thread.
 """
 
 from __future__ import annotations
@@ -21,42 +20,43 @@ from disttensor.torch_private import current_backward, current_node
 _KEY = "disttensor.start"
 _thread = threading.local()
 _counts = counting(1)
-# Global and no context variable: hooks read it in autograd's threads, which have no such variables.
-_graph_of = [0]
-
-
-def number_own_nodes() -> None:
-    """Gives this thread its own count."""
-    _thread.count = next(_counts)
 
 
 def node_count() -> int:
-    """Returns the count that numbers the nodes of this thread."""
-    return getattr(_thread, "count", 0)
-
-
-def graph_count() -> int:
-    """Returns the count that numbered the graph of the present backward."""
-    return _graph_of[-1]
+    """Returns the number of the count that numbers the nodes of this thread; 0 is no thread's."""
+    try:
+        return _thread.count
+    except AttributeError:
+        _thread.count = next(_counts)
+        return _thread.count
 
 
 @contextmanager
 def count_of_graphs(count: int) -> Iterator[None]:
-    """Sets the count of the graphs of backwards in its block."""
-    _graph_of.append(count)
+    """Sets the count of the graphs of the calls of autograd in its block, which may be another
+    thread's."""
+    before, _thread.graphs = getattr(_thread, "graphs", None), count
     try:
         yield
     finally:
-        _graph_of.pop()
+        _thread.graphs = before
+
+
+def graph_count(start: Any) -> tuple[int, bool]:
+    """Returns the count of the thread that started the call of autograd at the node ``start``, and
+    whether it is known to number the whole graph (``count_of_graphs``)."""
+    return start.metadata[_KEY]
 
 
 def mark_starts(roots: Iterable[Any]) -> None:
     """Marks the nodes of ``roots``, tensors or edges of the graph, where autograd starts."""
+    known = getattr(_thread, "graphs", None)
     for root in roots if callbacks.before_start else ():
         node: Any = root.grad_fn if isinstance(root, torch.Tensor) else root.node
-        if node is not None and _KEY not in node.metadata:
-            node.metadata[_KEY] = True
-            node.register_prehook(_starts)
+        if node is not None:
+            if _KEY not in node.metadata:
+                node.register_prehook(_starts)
+            node.metadata[_KEY] = known or node_count(), known is not None
 
 
 def wrap_run_backward(original: Callable[..., Any]) -> Callable[..., Any]:

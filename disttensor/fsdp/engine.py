@@ -251,6 +251,8 @@ class Engine:
                 output, lambda x: x.clone() if segment.shares_memory(x) else x, attributes=True
             )
             outputs = find_tensors(output, attributes=True)
+        if segment.copied:
+            graph_hooks.mark_results(outputs)
         forward.ran.add(module)
         for x in outputs if segment.buffers and not segment.persist else ():
             if isinstance(x, DistTensor):  # its aliases must not be made from freed memory

@@ -34,6 +34,7 @@ from disttensor.torch_private import (
 
 Tensor = torch.Tensor
 _KEPT = 64  # forwards of a segment whose nodes are kept separately
+_COUNT = "disttensor.count"  # on the node of a result of a forward: the count of its thread
 
 
 class SegmentForward:
@@ -71,14 +72,17 @@ class SegmentForward:
         if module not in self.running:
             return False
         self.running.remove(module)
-        begun = self._begun[node_count()]
-        first, last = begun.pop(), next_number()
-        if not begun:  # the outermost
-            numbers = self.numbers.setdefault(node_count(), [])
+        count = node_count()
+        first, last = self._begun[count].pop(), next_number()
+        if not self._begun[count]:  # the outermost
+            del self._begun[count]
+            numbers = self.numbers[count] = self.numbers.pop(count, [])  # the last one
             if last > first:
                 numbers.append((first, last))
             if len(numbers) > _KEPT:
                 numbers[:2] = [(numbers[0][0], numbers[1][1])]
+            if len(self.numbers) > _KEPT:  # the thread that has made nodes least recently
+                del self.numbers[next(iter(self.numbers))]
         self._made_nodes |= last > first
         return True
 
@@ -98,6 +102,13 @@ class SegmentForward:
         self.running.clear()
         self._begun.clear()
         self.close()
+
+
+def mark_results(results: Iterable[Tensor]) -> None:
+    """Marks the results of a forward with the count of its thread: another one may differentiate
+    them."""
+    for node in filter(None, map(_node_of, results)):
+        node.metadata[_COUNT] = node_count()
 
 
 def calls_on_stack(module: nn.Module | None) -> int:
@@ -138,7 +149,7 @@ def forget() -> None:
             _WALKS.popitem()[1].remove_hooks()
 
 
-def follow(start: Any, of_segments: Iterable[SegmentForward]) -> None:
+def follow(start: Any, of_segments: Sequence[SegmentForward]) -> None:
     """Registers hooks that enter and leave segments in the part of the graph that begins with
     ``start``, the node that is about to run."""
     task = current_backward()
@@ -149,17 +160,18 @@ def follow(start: Any, of_segments: Iterable[SegmentForward]) -> None:
         run_after_failure(forget)  # also for a backward that no DistTensor started
     if start in walk.seen:
         return
-    nodes = sorted(_new_nodes(start, walk.seen), key=node_number)
-    numbers = [node_number(node) for node in nodes]
     found: list[tuple[int, Any, Any, SegmentForward]] = []
-    for forward in of_segments:
-        for begin, end in reversed(forward.numbers.get(graph_count(), ())):
-            if end <= numbers[0]:
-                break
-            at = bisect_left(numbers, begin)
-            first = _last_that_runs(nodes, bisect_left(numbers, end), at)
-            if first is not None:
-                found.append((begin, first, _last_that_runs(nodes, at, 0), forward))
+    for count, made in _by_count(start, _new_nodes(start, walk.seen), of_segments).items():
+        nodes = sorted(made, key=node_number)
+        numbers = [node_number(node) for node in nodes]
+        for forward in of_segments:
+            for begin, end in reversed(forward.numbers.get(count, ())):
+                if end <= numbers[0]:
+                    break
+                at = bisect_left(numbers, begin)
+                first = _last_that_runs(nodes, bisect_left(numbers, end), at)
+                if first is not None:
+                    found.append((begin, first, _last_that_runs(nodes, at, 0), forward))
     found.sort(key=lambda one: one[0])  # a forward around others is entered before them
     before: dict[Any, tuple[list[_Pass], list[_Pass]]] = {}
     for _, first, after, forward in found:
@@ -175,14 +187,49 @@ def follow(start: Any, of_segments: Iterable[SegmentForward]) -> None:
             walk.handles.append(node.register_prehook(lambda _, ends=(left, entered): _run(*ends)))
 
 
+def _by_count(
+    start: Any, nodes: Iterable[Any], of_segments: Iterable[SegmentForward]
+) -> dict[int, Iterable[Any]]:
+    """Returns the nodes by the count that numbers them. Each thread that calls autograd at a node
+    ``start`` has its own graph, so a thread of one rank alone gathers nothing, but for the nodes
+    from which another thread's forward made its results.
+
+    Raises RuntimeError, as on all ranks, if several threads ran the forwards: autograd would run
+    their nodes in another order on each rank."""
+    own, is_whole = graph_count(start)
+    if is_whole or all(count == own for forward in of_segments for count in forward.numbers):
+        return {own: nodes}
+    results = [node for node in nodes if _COUNT in node.metadata]
+    counts = {node.metadata[_COUNT] for node in results}
+    if counts <= {own}:
+        return {own: nodes}
+    if len(counts) > 1:
+        raise RuntimeError(
+            "a backward goes through modules of shard_data_parallel whose forwards ran in several "
+            "threads, so each rank would gather them in another order. Run these forwards in one "
+            "thread"
+        )
+    below: set[Any] = set()
+    for node in results:
+        if node not in below:
+            _new_nodes(node, below)
+    above = [node for node in nodes if node not in below]
+    return {**({own: above} if above else {}), counts.pop(): below}
+
+
 def before_node(x: Tensor, run: Callable[[], None]) -> None:
     """Calls ``run`` before each run of the node that made x, if this rank has that node."""
+    node = _node_of(x)
+    if node is not None:
+        node.register_prehook(lambda _: run())
+
+
+def _node_of(x: Tensor) -> Any:
     if isinstance(x, DistTensor):
         if not x.is_initialized:  # its node belongs to other tensors, too
-            return
+            return None
         x = x.local
-    if x.grad_fn is not None:
-        x.grad_fn.register_prehook(lambda _: run())
+    return x.grad_fn
 
 
 def _run(left: list[_Pass], entered: list[_Pass]) -> None:

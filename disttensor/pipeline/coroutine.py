@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from disttensor.autograd.starts import number_own_nodes
 from disttensor.torch_private import (
     dispatch_modes,
     function_modes,
@@ -110,7 +109,6 @@ class _Worker(threading.Thread):
         worker._jobs.put((job, done))
 
     def run(self) -> None:
-        number_own_nodes()
         while True:
             job, done = self._jobs.get()
             job()

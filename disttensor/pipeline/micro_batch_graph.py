@@ -78,7 +78,7 @@ class MicroBatchGraph:
         self.meshes: list[ProcessMesh] = []  # in the order of the first visits
         self.first_return: tuple[ProcessMesh, ProcessMesh] | None = None  # to an earlier mesh
         self._left: set[ProcessMesh] = set()  # meshes that have sent since they received
-        self._graph = 0  # the node count (``node_count``) that numbers its graph
+        self._graph = node_count()  # of the thread that runs its forward
         self._region: Any = None  # of the last transfer
         self._region_meshes: dict[frozenset[int], ProcessMesh] = {}  # by their ranks
         self._regions: list[tuple[int, int]] = []  # node numbers of recomputed regions

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import disttensor as dt
 from disttensor import DistTensor, Partial, Shard
+from disttensor.comm.log import record_comms
 from disttensor.fsdp import engine
+from disttensor.torch_private import next_number
 from tests.support.oracle import line, randn
 from tests.support.pool import on_ranks
+from tests.support.training import full
 
 ROWS = randn(8, 4, seed=1)
 
@@ -26,7 +32,7 @@ class Kernel(nn.Linear):
         w, b = self.weight, self.bias
         if isinstance(w, DistTensor):
             w, b = (t.to_local(grad_placements=[Partial()]) for t in (w, b))
-        self.seen = F.linear(x, w, b).sum()
+        self.seen = F.linear(x, w * w, b).sum()
         return F.linear(x, w, b)
 
 
@@ -104,6 +110,75 @@ def test_a_backward_from_a_regular_tensor_gathers_the_segments():
                 if not (torch.allclose(here, plain) if both else here is plain):
                     wrong.append(f"{case} {options}: {here}, plain {plain}")
     assert not wrong, "\n".join(wrong)
+
+
+def in_thread(run: Callable[..., Any], *args: Any) -> Any:
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(run, *args).result()
+
+
+def summed(out: Tensor) -> Tensor:
+    return out.square().sum()
+
+
+# Name -> the forward and the backward of a model, in one thread or two
+THREADS: dict[str, Callable[[Any, Tensor], None]] = {
+    "one other": lambda m, x: in_thread(lambda: summed(m(x)).backward()),
+    "forward in another": lambda m, x: summed(in_thread(m, x)).backward(),
+    "backward in another": lambda m, x: in_thread(summed(m(x)).backward),
+    "loss in another": lambda m, x: in_thread(summed, m(x)).backward(),
+}
+
+
+@on_ranks(2)
+def test_forward_and_backward_run_in_any_threads():
+    wrong = []
+    for case, run in THREADS.items():
+        grads = []
+        for shard in (False, True):
+            torch.manual_seed(0)
+            model = nn.Sequential(Kernel(4, 8), nn.Tanh(), Kernel(8, 3)).double()
+            if shard:
+                dt.fully_shard(model, mesh=line(), segments=["0", "2"])
+                x = torch.ones(1, requires_grad=True)
+                for _ in range(20 * dist.get_rank()):  # numbers differ between ranks
+                    x = x + 1
+                model(mine(ROWS))
+            run(model, mine(ROWS) if shard else ROWS)
+            grads.append([full(p.grad) for p in model.parameters()])
+        if not all(map(torch.allclose, *grads)):
+            wrong.append(case)
+    assert not wrong
+
+
+@on_ranks(2)
+def test_a_graph_of_forwards_in_two_threads_is_refused():
+    model = dt.fully_shard(nn.Linear(4, 8).double(), mesh=line())
+    loss = summed(model(ROWS)) + summed(in_thread(model, ROWS))
+    with pytest.raises(RuntimeError, match="forwards ran in several threads"):
+        loss.backward()
+    summed(model(ROWS)).backward()
+
+
+@on_ranks(2)
+def test_a_backward_of_one_rank_in_its_own_thread_gathers_nothing():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)).double()
+    dt.fully_shard(model, mesh=line())
+
+    loss = summed(model(ROWS))
+    last = next_number()
+
+    def fit() -> None:
+        x = torch.ones(3, requires_grad=True)
+        while next_number() < last:
+            x = x + 1
+        x.sum().backward()
+
+    if dist.get_rank() == 0:
+        with record_comms() as calls:
+            in_thread(fit)
+        assert not calls
+    loss.backward()
 
 
 @on_ranks(4)

@@ -73,7 +73,7 @@ def leftovers() -> dict[str, Any]:
         "saved tensors": top_saved_tensors_hooks(True),
         "accumulation": len(accumulation._stack),
         "joined": len(joined_backward._joined),
-        "graphs": len(starts._graph_of),
+        "graphs": getattr(starts._thread, "graphs", None),
         "walks": len(graph_hooks._WALKS),
         "default": (torch.get_default_dtype(), torch.get_default_device()),
     }

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from disttensor.autograd.starts import count_of_graphs
 from disttensor.comm.work import finished
 from disttensor.core.layout import box_at
 from disttensor.random.state import Note, RandomDraw
@@ -51,8 +50,7 @@ class World:
                     for barrier, _ in self.boards.values():
                         barrier.abort()
 
-        with count_of_graphs(-1):  # of no engine of an earlier test that is not freed yet
-            futures.wait([_THREADS.submit(work, place) for place in self.all])
+        futures.wait([_THREADS.submit(work, place) for place in self.all])
         if errors:
             raise next(
                 (e for e in errors.values() if not isinstance(e, threading.BrokenBarrierError)),
