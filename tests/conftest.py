@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests.support import pool
-from tests.support.part import left_out
+from tests.support.part import of_other_turns
 from tests.support.progress import Progress
 from tests.support.quick import longest_first, mark_quick
 
@@ -53,10 +53,10 @@ def pytest_collection() -> Iterator[object]:
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    others = left_out(items)
+    mark_quick(items)
+    others = of_other_turns(items)
     config.hook.pytest_deselected(items=[item for item in items if item in others])
     items[:] = [item for item in items if item not in others]
-    mark_quick(items)
     longest_first(items)
 
 

@@ -22,35 +22,25 @@ def test_all_parts_together_are_all_files(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class Case:
-    """What ``left_out`` reads of a test item."""
+    """What ``of_other_turns`` reads of a test item."""
 
-    def __init__(self, function: str, x: int, y: int, *share: int) -> None:
-        self.nodeid = f"test_a.py::{function}[{x}-{y}]"
-        self.mark = pytest.mark.sweep(*share).mark if share else None
-        self.callspec = self
-        self.params = {"x": x, "y": y}
+    def __init__(self, number: int) -> None:
+        self.nodeid, self.is_quick = f"test_a.py::test_a[{number}]", number % 3 == 0
 
-    def get_closest_marker(self, name: str) -> pytest.Mark | None:
-        return self.mark
+    def get_closest_marker(self, name: str) -> bool | None:
+        return self.is_quick or None
 
 
-def test_each_part_of_a_sweep_has_each_value_and_all_parts_have_all_cases(
+def test_five_commits_run_each_case_once_and_the_quick_ones_always(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(part, "EVERYTHING", False)
-    others = [Case("test_b", n, 0) for n in range(5)]
-    cases = [Case("test_a", x, y, 3) for x in range(10) for y in range(3)]
-    seen: set[Case] = set()
-    for n in range(40):
-        monkeypatch.setattr(part, "SWEEP", n)
-        out = part.left_out([*others, *cases])
-        assert out == part.left_out([*others, *cases]) and not out & {*others}
-        taken = {*cases} - out
-        assert 10 <= len(taken) <= 12
-        assert {c.params["x"] for c in taken} == {*range(10)}
-        assert {c.params["y"] for c in taken} == {*range(3)}
-        seen |= taken
-    assert seen == {*cases}
-    assert not part.left_out(cases[:1])  # which was named
-    monkeypatch.setattr(part, "EVERYTHING", True)
-    assert not part.left_out(cases)
+    cases = [Case(number) for number in range(300)]
+    assert not part.of_other_turns(cases)
+    monkeypatch.setattr(part, "SHARE", 5)
+    runs = []
+    for turn in range(80, 85):
+        monkeypatch.setattr(part, "TURN", turn)
+        runs.append({*cases} - part.of_other_turns(cases))
+    for case in cases:
+        assert sum(case in run for run in runs) == (5 if case.is_quick else 1)
+    assert max(map(len, runs)) < 160

@@ -74,7 +74,6 @@ def test_two_stages(program, seed):
     check_stages(lambda on: program(on, 2), stage_meshes(), seed)
 
 
-@pytest.mark.sweep(3)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", [1, 3, 4])
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -48,7 +48,6 @@ FOUR = {
 }
 
 
-@pytest.mark.sweep(3)
 @pytest.mark.feature("Sharded state")
 @stages
 @pytest.mark.parametrize("kind", FOUR)
@@ -73,7 +72,6 @@ PLANS = {
 }
 
 
-@pytest.mark.sweep(2)
 @stages
 @pytest.mark.parametrize("kind", PLANS)
 @on_ranks(4)
@@ -130,7 +128,6 @@ CUTS = {
 }
 
 
-@pytest.mark.sweep(3)
 @stages
 @pytest.mark.parametrize("cuts", CUTS)
 @on_ranks(2)
@@ -192,7 +189,6 @@ def frozen(*names):
     return make
 
 
-@pytest.mark.sweep(3)
 @stages
 @pytest.mark.parametrize("names", [["0"], ["3"], ["5"], ["0", "2", "3"], ["2", "5"]], ids=str)
 @pytest.mark.parametrize(
@@ -248,7 +244,6 @@ class Choice(nn.Module):
         return x
 
 
-@pytest.mark.sweep(2)
 @stages
 @pytest.mark.parametrize(
     "segments", [["a", "b", "c"], dt.fsdp.SegmentBySize()], ids=["each", "one"]

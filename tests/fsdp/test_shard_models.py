@@ -262,7 +262,6 @@ MODELS = {
 }
 
 
-@pytest.mark.sweep(3)
 @stages
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("segments", [["blocks.*"], dt.fsdp.SegmentBySize()], ids=["each", "one"])
@@ -278,7 +277,6 @@ def test_results(kind, segments, stage):
     check(make, mesh=line(), segments=names, **ways(stage))
 
 
-@pytest.mark.sweep(2)
 @stages
 @pytest.mark.parametrize("kind", GIVEN)
 @on_ranks(2)
@@ -357,7 +355,6 @@ def test_checkpoints(stage, segments, inside, join):
     check(make, mesh=line(), segments=SEGMENTS[segments], **ways(stage))
 
 
-@pytest.mark.sweep(2)
 @pytest.mark.parametrize("join", [chained, *JOINS], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("again", [True, False])
@@ -386,7 +383,6 @@ def dt_step(model):
             p.grad = None
 
 
-@pytest.mark.sweep(2)
 @stages
 @pytest.mark.parametrize("join", JOINS, ids=lambda f: f.__name__)
 @on_ranks(2)

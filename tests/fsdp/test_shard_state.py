@@ -446,7 +446,6 @@ def boom(*_):
     raise Boom
 
 
-@pytest.mark.sweep(3)
 @pytest.mark.parametrize("where", [0, 1, 2, 3, 4, None])
 @pytest.mark.parametrize("after", [True, False])
 @stages
@@ -465,7 +464,6 @@ def test_an_exception_in_a_forward(where, after, stage):
     usable(model)
 
 
-@pytest.mark.sweep(2)
 @pytest.mark.parametrize("where", [0, 1, 2, 3, 4])
 @stages
 @on_ranks(2)

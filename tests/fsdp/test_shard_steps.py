@@ -143,7 +143,6 @@ STEPS = [
 ]
 
 
-@pytest.mark.sweep(3)
 @stages
 @pytest.mark.parametrize("step", STEPS, ids=lambda f: f.__name__)
 @cuts

@@ -221,7 +221,6 @@ SCRIPTS = [step, twice, zeros, never, looked_at, clipped, halves, two_optimizers
 ways = pytest.mark.parametrize("how", ["shard_module", "shard_data_parallel"])
 
 
-@pytest.mark.sweep(2)
 @on_ranks(2)
 @ways
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)

@@ -92,7 +92,6 @@ def check(program, meshes, seed, count, schedule, stages=None):
     check_stages(whole, meshes, seed, backward, same_flags=False)
 
 
-@pytest.mark.sweep(3)
 @pytest.mark.feature("Pipelines")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("count", [1, 3, 5])
@@ -110,7 +109,6 @@ def test_transfers_inside_a_region_that_is_computed_again(schedule):
     assert not send_queue.QUEUE.open  # what a stage sends again is received again
 
 
-@pytest.mark.sweep(2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("count", [2, 6])
 @pytest.mark.parametrize("kind", [1, 3, 4])

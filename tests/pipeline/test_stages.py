@@ -172,7 +172,6 @@ def test_two_stages(program):
     check_stages(program, stage_meshes())
 
 
-@pytest.mark.sweep(3)
 @by_name
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @on_ranks(4)
@@ -180,7 +179,6 @@ def test_two_stages_of_two(program, seed):
     check_stages(program, stage_meshes(), seed)
 
 
-@pytest.mark.sweep(2)
 @by_name
 @pytest.mark.parametrize("kind", [1, 3])
 @on_ranks(4)

@@ -121,7 +121,6 @@ SCHEDULES = ["zero_bubble", "interleaved_zero_bubble", "zbv", "dualpipev"]
 HOW = [{}, {"tie": True}, {"again": True}, {"autocast": True}]
 
 
-@pytest.mark.sweep(2)
 @pytest.mark.parametrize("how", HOW, ids=str)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @on_ranks(2)

@@ -30,7 +30,6 @@ def mesh_of(ranks):
     return ProcessMesh(array, ("a", "b", "c")[: array.ndim])
 
 
-@pytest.mark.sweep(3)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", MESHES)
 @on_ranks(4)

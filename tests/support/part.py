@@ -1,10 +1,6 @@
 """What a run takes of tests that are many: the part 0, or the part of a number, as ``PART=17``;
-``EVERYTHING=1`` runs all. ``SWEEP=17`` is another part of the sweeps alone: CI runs another one for
-each commit.
-
-    @pytest.mark.sweep(3)  # a run takes a third of the cases, with each value of each parameter
-    @pytest.mark.parametrize(...)
-    def test_every_combination(...): ...
+``EVERYTHING=1`` runs all. CI runs the quick tests and one in ``SHARE`` of the other ones, for each
+commit (``TURN``) other ones.
 """
 
 from __future__ import annotations
@@ -13,8 +9,8 @@ import functools
 import os
 import random
 import sys
-from collections import defaultdict
-from collections.abc import Collection
+import zlib
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +19,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 EVERYTHING = bool(os.environ.get("EVERYTHING"))
 PART = int(os.environ.get("PART", "0"))
-SWEEP = int(os.environ.get("SWEEP", PART))
+SHARE = 1 if EVERYTHING else int(os.environ.get("SHARE", "1"))
+TURN = int(os.environ.get("TURN", "0"))
 
 
 def part(items: Collection[Any], count: int, salt: object = "") -> list[Any]:
@@ -40,29 +37,14 @@ def seeds(count: int) -> range:
     return range(PART * count, (PART + 1) * count)
 
 
-def left_out(items: Collection[pytest.Item]) -> set[pytest.Item]:
-    """Returns the cases of functions with the mark ``sweep`` that this run does not take."""
-    sweeps = defaultdict(list)
-    for item in items:
-        if item.get_closest_marker("sweep"):
-            sweeps[item.nodeid.partition("[")[0]].append(item)
+def of_other_turns(items: Iterable[pytest.Item]) -> set[pytest.Item]:
+    """Returns the cases that this run leaves to the runs of the next ``SHARE`` - 1 commits."""
     return {
-        case for name, cases in sweeps.items() for case in {*cases}.difference(_sample(cases, name))
+        item
+        for item in items
+        if (zlib.crc32(item.nodeid.encode()) - TURN) % SHARE
+        and item.get_closest_marker("quick") is None
     }
-
-
-def _sample(cases: list[Any], salt: str) -> list[Any]:
-    """Returns one in n of the cases, and as many more as hold each value of each parameter once."""
-    if EVERYTHING:
-        return cases
-    seen: set[tuple[str, int]] = set()
-    first, others = [], []
-    for case in random.Random(f"{SWEEP} {salt}").sample(cases, len(cases)):
-        values = {(name, id(value)) for name, value in case.callspec.params.items()}
-        (others if values <= seen else first).append(case)
-        seen |= values
-    (share,) = cases[0].get_closest_marker("sweep").args
-    return [*first, *others][: max(len(first), -(-len(cases) // share))]
 
 
 @functools.cache
