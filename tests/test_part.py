@@ -35,6 +35,7 @@ def test_five_commits_run_each_case_once_and_the_quick_ones_always(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cases = [Case(number) for number in range(300)]
+    monkeypatch.setattr(part, "SHARE", 1)
     assert not part.of_other_turns(cases)
     monkeypatch.setattr(part, "SHARE", 5)
     runs = []

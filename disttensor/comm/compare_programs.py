@@ -141,6 +141,8 @@ def fingerprint(calls: Sequence[CallSignature], nodes: int, least: int = 1) -> C
     return CallFingerprint(len(calls), hash(tuple([c.mark for c in calls])), effects, nodes)
 
 
+_COLLECTIVES = "the collectives"  # in place of the name of a mesh
+
 # At optimizer steps -------------------------------------------------------------------------------
 
 
@@ -199,12 +201,17 @@ def at_step(who: str) -> None:
     }
     if dropped:  # ranks that made extra calls have dropped others than this rank
         fingerprints = {key: f._replace(made=-1) for key, f in fingerprints.items()}
+    for (ranks, purpose), (count,) in [*now.started.items()]:
+        if not purpose and any({*ranks} <= {*of} for _, *of in fingerprints):  # of the program
+            fingerprints[_COLLECTIVES, *ranks] = CallFingerprint(count, 0, count, 0)
 
     def compare(store: Any) -> None:
+        differs = False
         for (name, *ranks), mine in fingerprints.items():
             key = f"step/{name} {ranks}/"
             first = store.compare_set(f"{key}{step.number}", "", json.dumps(mine))
-            if not mine.agrees(CallFingerprint(*json.loads(first))):
+            if not differs and not mine.agrees(CallFingerprint(*json.loads(first))):
+                differs = True  # calls first, which say more
                 store.set("differ", json.dumps([name, ranks, step.number]))
             if rank == ranks[0]:
                 store.delete_key(f"{key}{step.number - 64}")
@@ -232,6 +239,14 @@ def _explain(watcher: failure_watch.Watcher, where: str) -> bool:
     kept = [] if steps is None else list(steps.kept)
     if steps is None or not kept or kept[-1].number < number:
         return False
+    if name == _COLLECTIVES:
+        steps.error = (
+            f"ranks {ranks} had started different numbers of collectives before optimizer step "
+            f"{number}: a rank reduced or gathered alone, and values of two calls may have met. "
+            "All ranks write to their pieces (x.to_local()), or none does; an error that a rank "
+            "caught alone may also be the cause"
+        )
+        return True
     error = ""
     for step in [s for s in kept if s.number == number]:  # none if it is no longer kept
         calls = next((c for mesh, c in step.calls.items() if repr(mesh) == name), [])

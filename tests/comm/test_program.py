@@ -240,3 +240,31 @@ def test_ranks_that_seed_apart_are_told_at_the_next_step() -> None:
     with pytest.raises(dt.errors.MismatchError, match=said):
         optimizer.step()
     start_anew()
+
+
+@on_ranks(2)
+def test_a_collective_of_one_rank_alone_is_told_at_the_next_step() -> None:
+    """It meets one of the same size of the other rank, and both have values of two calls."""
+    start_anew()
+    mesh = dt.ProcessMesh([0, 1], ("dp",))
+    w = dt.ones(4, mesh=mesh, requires_grad=True)
+    optimizer = torch.optim.SGD([w], lr=0.1)
+    pending = dt.from_local(torch.ones(4), mesh, [dt.Partial()])
+    x = pending * 2
+    x.relu()  # keeps the sum for the sigmoid
+    if dist.get_rank() == 0:
+        x.to_local().add_(1)
+    for _ in range(2):  # rank 0 ends the first while rank 1 is in the second
+        x.sigmoid()
+        (pending * 3).relu()
+        w.sum().backward()
+        optimizer.step()
+        end = time.monotonic() + 4
+        while not runtime.current_runtime().steps.error and time.monotonic() < end:
+            time.sleep(0.05)
+        if runtime.current_runtime().steps.error:
+            break
+    said = r"ranks \[0, 1\] had started different numbers of collectives before optimizer step 1"
+    with pytest.raises(dt.errors.MismatchError, match=said):
+        optimizer.step()
+    start_anew()
