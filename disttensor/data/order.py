@@ -32,6 +32,8 @@ class LoaderPosition:
         last: the digest of the last complete epoch.
         later: the states of the generators after epochs of this loader that have begun before this
             one ended; restored after this one has drawn its order.
+        seeds_workers: this epoch draws a seed for its workers; workers that persist have theirs
+            from the first epoch.
     """
 
     samples: int = 0
@@ -41,6 +43,7 @@ class LoaderPosition:
     epochs: int = 0
     last: str = ""
     later: list[Tensor] = field(default_factory=list)
+    seeds_workers: bool = True
 
 
 class BatchRows(NamedTuple):

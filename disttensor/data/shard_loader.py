@@ -76,7 +76,7 @@ class ShardedLoader:
         check_bool("shard_loader: load_once", load_once)
         self.load_once = load_once
         self.places = entries(mesh, placements)
-        self._orders = _Orders(loader.batch_sampler, [
+        self._orders = _Orders([
             place for place in self.places.values()
             if place[0].coordinate is not None and (not load_once or is_first_replica(*place))
         ])  # fmt: skip
@@ -101,7 +101,10 @@ class ShardedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         generators, before = _generators(self.loader), torch.get_rng_state()
+        seeds_workers = not (self.loader.persistent_workers and self._epochs)
         begin, self._resumed = self._resumed or LoaderPosition(), None
+        if not begin.inside:
+            begin = replace(begin, seeds_workers=seeds_workers)
         epoch = _Epoch(self, replace(begin, inside=True, epochs=self._epochs, last=self._last))
         try:
             if begin.last:
@@ -109,9 +112,8 @@ class ShardedLoader:
             if begin.inside:
                 _set_states(generators, begin.generators)
             epoch.position.generators = [generator.get_state() for generator in generators]
-            self._orders.begin = begin
-            epoch.batches = iter(self._local)  # draws the seed of the workers first, and then
-            epoch.order = self._orders.newest
+            epoch.order = self._orders.newest = self._new_order(begin)
+            epoch.batches = iter(self._local)
             with contextlib.suppress(StopIteration):
                 epoch.order.start()  # the sampler draws the seed of the order, as in one process
         except Exception as error:  # raised by the first batch, on all ranks
@@ -156,6 +158,20 @@ class ShardedLoader:
         if not at.inside:
             _set_states(_generators(self.loader), at.generators)
 
+    def _new_order(self, begin: LoaderPosition) -> Order:
+        """Returns the order of an epoch. Calls the sampler and draws as torch does in one process,
+        on each rank alike: a rank that loads nothing has no workers, and those of a run that
+        continues have started later."""
+        loader = self.loader
+        order = Order(loader.batch_sampler, self._orders.places, begin)
+        generator = loader.generator or torch.default_generator
+        self._local.generator = generator.clone_state()
+        if begin.seeds_workers:
+            torch.empty((), dtype=torch.int64).random_(generator=generator)
+            if loader.num_workers:  # torch calls the sampler again
+                order = Order(loader.batch_sampler, self._orders.places, begin)
+        return order
+
     def _repeat_epochs(self, begin: LoaderPosition) -> None:
         """Iterates over the earlier epochs of a sampler that may have random numbers of its own,
         until the order of the last epoch has come."""
@@ -163,7 +179,7 @@ class ShardedLoader:
         states = [generator.get_state() for generator in generators]
         if all(type(s).__module__.startswith("torch.") for s in _samplers(self.loader)):
             return  # the order follows from the generators
-        for _ in range(begin.epochs):
+        for _ in range(2 * begin.epochs):  # torch may call the sampler twice
             if digest_of(self.loader.batch_sampler) == begin.last:
                 break
         _set_states(generators, states)
@@ -241,13 +257,12 @@ def _set_states(generators: Sequence[torch.Generator], states: Sequence[torch.Te
 
 
 class _Orders:
-    """A batch sampler: makes the ``Order`` of each epoch."""
+    """A batch sampler: gives the ``Order`` of the epoch that begins."""
 
-    def __init__(self, batches: Any, places: Sequence[Places]) -> None:
-        self.batches, self.places = batches, places
-        self.begin = LoaderPosition()  # of the epoch that begins
-        self.newest: Any = None
+    newest: Order
+
+    def __init__(self, places: Sequence[Places]) -> None:
+        self.places = places
 
     def __iter__(self) -> Iterator[list[Any]]:
-        self.newest = Order(self.batches, self.places, self.begin)
         return self.newest

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 
 import disttensor as dt
-from disttensor import ProcessMesh, Shard
+from disttensor import ProcessMesh, Replicate, Shard
 from tests.support.pool import on_ranks, run_on_ranks
 
-EPOCHS = 3
+EPOCHS, R = 3, Replicate()
 SIZE = 6
 
 
@@ -53,6 +53,14 @@ class Steps(Shuffled):
         return iter(np.random.default_rng(self.epoch).permutation(SIZE).tolist())
 
 
+class Batches(Shuffled):
+    """Draws the order when it is called, and not when the first batch is read."""
+
+    def __iter__(self) -> Any:
+        order = self.draw.permutation(SIZE).tolist()
+        return iter([order[:4], order[4:]])
+
+
 def seeded() -> torch.Generator:
     return torch.Generator().manual_seed(3)
 
@@ -65,6 +73,10 @@ def with_replacement() -> Any:
 LOADERS: dict[str, Callable[[], Any]] = {
     "torch's generator": lambda: DataLoader(range(SIZE), 2, shuffle=True),
     "a generator": lambda: DataLoader(range(SIZE), 4, shuffle=True, generator=seeded()),
+    "persistent workers": lambda: DataLoader(
+        range(SIZE), 4, shuffle=True, generator=seeded(), num_workers=1, persistent_workers=True
+    ),
+    "eager": lambda: DataLoader(range(SIZE), batch_sampler=Batches(), num_workers=1),
     "no shuffling": lambda: DataLoader(range(SIZE), 4, drop_last=True),
     "with replacement": lambda: DataLoader(range(SIZE), 25, sampler=with_replacement()),
     "a sampler's own numbers": lambda: DataLoader(range(SIZE), 2, sampler=Shuffled()),
@@ -100,7 +112,7 @@ def test_a_run_continues_from_each_position_of_three_epochs():
         assert kind == "no shuffling" or expected[0] != expected[1]
         count = len(expected[0])
         points = [(e, k) for e in range(EPOCHS) for k in (None, *range(count + 1))]
-        if kind == "workers":
+        if kind in ("workers", "persistent workers", "eager"):
             points = [(0, 1), (1, None), (1, 1)]
         for epoch, batches in points:
             loader = made(kind)
@@ -121,6 +133,15 @@ def test_a_run_continues_from_each_position_of_three_epochs():
                 again = made(kind, 7)
                 again.load_state_dict(state)
                 assert run(again, epoch) == expected[epoch:], (kind, epoch)
+
+
+@on_ranks(2)
+def test_a_rank_that_loads_nothing_has_the_order_of_one_process():
+    mesh = ProcessMesh(range(2), ("tp",))
+    for kind in ("workers", "persistent workers", "eager"):
+        plain, loader = LOADERS[kind](), dt.shard_loader(LOADERS[kind](), mesh, [R], load_once=True)
+        for _ in range(EPOCHS):
+            assert given(loader) == [batch.tolist() for batch in plain], kind
 
 
 def test_a_checkpoint_between_two_epochs_continues_with_the_next_order(tmp_path: Path) -> None:
