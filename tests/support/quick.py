@@ -28,7 +28,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = Path(__file__).with_name("seconds.txt")
-LONG = 1.5  # seconds of a case
+LONG = 1.0  # seconds of a case
 LONGEST = 10.0  # seconds of a case of a file's shortest function
 BRIEF = 0.2  # seconds of the quick cases of a function that is not in the table, on average
 HEAD = (

@@ -18,7 +18,7 @@ from tests.support.quick import (
     table_of,
 )
 
-BUDGET = 475.0  # seconds of one worker; two share them
+BUDGET = 440.0  # seconds of one worker; two share them
 FILES = sorted((ROOT / "tests").rglob("test_*.py"))
 
 
