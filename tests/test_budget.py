@@ -23,7 +23,7 @@ from tests.test_imports import FILES
 #   checkpoint   containers are filled in place, names in files are checked, models replaced at
 #                once; plans without collectives, in an own format (+430); object stores (+163)
 #   data         the position of a loader is one value with a digest; replicas are compared; ranks
-#                without workers draw as those with (+18)
+#                without workers draw as those with (+18); threads may load (+17)
 #   fsdp         calls for modules in one another; the methods of torch's FSDPModule; a thread that
 #                one rank alone has gathers nothing (+50)
 #   drawing      pictures of pipeline, simulate and pieces in one package
@@ -60,7 +60,7 @@ LINES = {
     "checkpoint": 2_400,
     "comm": 3_841,
     "core": 1_252,
-    "data": 779,
+    "data": 796,
     "dispatch": 2_605,
     "drawing": 212,
     "experts": 657,

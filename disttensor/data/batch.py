@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from disttensor.comm import collectives, objects
-from disttensor.comm.groups import world_group
+from disttensor.comm.groups import Group, new_group
+from disttensor.comm.process_group import world
 from disttensor.core.placement import neutral_element
 from disttensor.core.spec import spec_of
 from disttensor.data.entries import (
@@ -149,7 +150,7 @@ class Placed:
             local = torch.empty(shape, dtype=x.dtype, device=mesh.device)
         if not self.load_once or not axes:
             return local
-        return collectives.broadcast(local.to(mesh.device), 0, mesh.group(axes))
+        return collectives.broadcast(local.to(mesh.device), 0, mesh.group(axes, "loader"))
 
 
 def _cut(x: Tensor, summand: bool, rows: BatchRows, first: int, stop: int) -> Tensor:
@@ -195,11 +196,16 @@ def _crc(data: Tensor, start: int = 0) -> int:
     return zlib.crc32(array, start)
 
 
+def loader_group() -> Group:
+    """Returns a communicator that the program does not use, as a thread may load in advance."""
+    return new_group(range(world()[1]), ("world",), "loader")
+
+
 def exchange(number: int, load: Callable[[], tuple[tuple[int, str], Any, Digests]]) -> Any:
     """Exchanges the facts of a batch between all ranks, and returns its format. ``load`` returns
     (samples and digest of the indices, format, digests of replicas), and its error is raised on all
     ranks, as is an error if facts differ."""
-    group = world_group()
+    group = loader_group()
     everyone = objects.gather_results(f"shard_loader: batch {number}", group, load, any_class=True)
     seen: dict[Any, tuple[int, int]] = {}
     for rank, (theirs, *_) in zip(group.ranks, everyone, strict=True):

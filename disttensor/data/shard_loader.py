@@ -18,8 +18,15 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from disttensor.checks import check_bool
-from disttensor.data.batch import BatchFormat, Digests, Placed, exchange, replica_digests
-from disttensor.data.entries import Places, entries, is_first_replica
+from disttensor.data.batch import (
+    BatchFormat,
+    Digests,
+    Placed,
+    exchange,
+    loader_group,
+    replica_digests,
+)
+from disttensor.data.entries import Places, entries, is_first_replica, replica_axes
 from disttensor.data.order import BatchRows, LoaderPosition, Order, digest_of
 from disttensor.pytree import Path, map_paths
 
@@ -85,6 +92,10 @@ class ShardedLoader:
             kept |= {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
             kept |= {"timeout": 0, "multiprocessing_context": None}
         self._local: Any = DataLoader(batch_sampler=self._orders, **kept)
+        loader_group()  # here, and not in a thread beside the program, which may create others
+        for place in self.places.values():
+            if load_once and place[0].coordinate is not None and (axes := replica_axes(*place)):
+                place[0].group(axes, "loader")
         self._running: WeakValueDictionary[int, _Epoch] = WeakValueDictionary()
         self._epochs, self._last = 0, ""  # epochs that have begun; digest of the last complete one
         self._position = LoaderPosition()

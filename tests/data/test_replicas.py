@@ -4,6 +4,8 @@ them and sends them to the others."""
 from __future__ import annotations
 
 import random
+import threading
+import time
 from itertools import chain
 from typing import Any
 
@@ -87,6 +89,25 @@ def test_one_of_the_replicas_loads_and_sends():
                 want = list(DataLoader(Augmented(5, differs=False), 3, collate_fn=collated))
                 for batch, expected in zip(got, want, strict=True):
                     same(list(batch.values()), list(expected.values()))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("load_once", [False, True])
+def test_a_thread_may_load_while_the_program_reduces(load_once):
+    mesh = ProcessMesh(range(2), ("x",))
+    loader = DataLoader(torch.arange(6), 3)
+    batches = iter(dt.shard_loader(loader, mesh, [Replicate()], load_once=load_once))
+    summed, got = dt.ones(2, mesh=mesh, placements=[Shard(0)]).sum(), []
+    thread = threading.Thread(target=lambda: got.extend(batches))
+    if dist.get_rank() == 0:
+        thread.start()
+        time.sleep(0.5)
+    total = summed.redistribute(placements=[Replicate()])  # rank 1 waits here, and loads then
+    if dist.get_rank() == 1:
+        thread.start()
+    thread.join()
+    assert total.to_local().item() == 2
+    assert [x.to_local().tolist() for x in got] == [[0, 1, 2], [3, 4, 5]]
 
 
 @on_ranks(4)
