@@ -6,6 +6,7 @@ them stand here, with the package that calls them and the packages that register
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -34,10 +35,19 @@ after_backward_error: list[Callable[[], None]] = []
 # tensor -> fsdp. Called with parameters before their gradients are read or reduced.
 before_grad_read: list[Callable[[list[Any]], None]] = []
 
-# patches -> fsdp, pipeline, simulate. Contexts to enter around the recomputation of a checkpointed
-# region: the entries that are registered when the forward of the region runs, by their owners.
-recompute_contexts: dict[Hashable, Contexts] = {}
-# The same (a ``Contexts`` or None), for one coroutine: the context that this code is in.
+_thread = threading.local()
+
+
+def recompute_contexts() -> dict[Hashable, Contexts]:
+    """patches -> fsdp, pipeline, graphs. Returns the contexts to enter around the recomputation of
+    a checkpointed region, by their owners: those that this thread has registered when the forward
+    of the region runs. A thread of one rank alone may run a region of its own meanwhile."""
+    found: dict[Hashable, Contexts] = _thread.__dict__.setdefault("recompute_contexts", {})
+    return found
+
+
+# patches -> simulate. The same (a ``Contexts`` or None), for one coroutine: the context that this
+# code is in.
 recompute_context: ContextVar[Any] = ContextVar("recompute context", default=None)
 
 # comm -> pipeline. Called before this rank waits for metadata: a tensor that it does not hold.

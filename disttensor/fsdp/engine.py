@@ -164,7 +164,6 @@ class Engine:
             if self.all_calls or any(s.forward.running or s.is_visible for s in self.all):
                 self._drop_forwards(module)
             self.clean_up()
-            graph_hooks.forget()
             self.calls += 1
             self.epoch += 1
             self.last_order, self.order = list(self.order) or self.last_order, {}
@@ -213,7 +212,7 @@ class Engine:
             if not is_recompute:
                 self._prefetch(segment, self.last_order, segment.options.forward_prefetch)
         segment.forward.begin(module)
-        callbacks.recompute_contexts[segment] = lambda: nullcontext(self._show_again(segment))
+        callbacks.recompute_contexts()[segment] = lambda: nullcontext(self._show_again(segment))
 
     def _drop_forwards(self, begins: nn.Module | None = None) -> None:
         """Ends the forwards whose end hooks were not called, unless other forwards than the one
@@ -225,7 +224,7 @@ class Engine:
         for segment in self.all:
             segment.forward.drop()
             segment.pins.discard(Pin.BACKWARD)
-            callbacks.recompute_contexts.pop(segment, None)
+            callbacks.recompute_contexts().pop(segment, None)
             if segment.is_visible:
                 segment.free()
 
@@ -234,8 +233,8 @@ class Engine:
         forward = segment.forward
         if not forward.end(module):
             return None
-        if not forward.running:
-            callbacks.recompute_contexts.pop(segment, None)
+        if not forward.runs_here:
+            callbacks.recompute_contexts().pop(segment, None)
         if current_backward() != -1:
             if torch.is_grad_enabled() and self._keep_to_the_end(segment):
                 return None
@@ -263,14 +262,14 @@ class Engine:
 
     def _begin_off_mesh(self, segment: Segment, module: nn.Module, args: Any) -> None:
         segment.forward.begin(module)
-        callbacks.recompute_contexts[segment] = segment.shown_params
+        callbacks.recompute_contexts()[segment] = segment.shown_params
         segment.show_params()
 
     def _end_off_mesh(self, segment: Segment, module: nn.Module, args: Any, output: Any) -> None:
         segment.forward.end(module)
         segment.forward.ran.add(module)
-        if not segment.forward.running:
-            callbacks.recompute_contexts.pop(segment, None)
+        if not segment.forward.runs_here:
+            callbacks.recompute_contexts().pop(segment, None)
         if segment.forward.is_over(segment.modules, self.all_calls > 0):
             segment.forward.close()
             segment.hide_params()
@@ -565,7 +564,6 @@ def _follow_start(node: Any) -> None:
 def clean_up() -> None:
     """Resets all engines after a backward that ended with an error."""
     if current_backward() == -1:
-        graph_hooks.forget()
         for engine in engines():
             engine.clean_up()
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -62,6 +63,11 @@ class SegmentForward:
         if self.running:
             return ForwardState.RUNNING
         return ForwardState.BETWEEN if self.ran else ForwardState.IDLE
+
+    @property
+    def runs_here(self) -> bool:
+        """True if a forward of this thread is on the stack."""
+        return node_count() in self._begun
 
     def begin(self, module: nn.Module) -> None:
         self.running.append(module)
@@ -134,19 +140,14 @@ class _Walk:
         self.seen: set[Any] = set()
         self.handles: list[Any] = []
 
-    def remove_hooks(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-
 
 _WALKS: dict[int, _Walk] = {}  # by the number of the call
 
 
-def forget() -> None:
-    """Drops the state of calls that ended with an error."""
-    if current_backward() == -1:
-        while _WALKS:
-            _WALKS.popitem()[1].remove_hooks()
+def _end(task: int) -> None:
+    """Drops the state of a call that has ended. Other threads may be in calls of their own."""
+    for handle in _WALKS.pop(task, _Walk()).handles:
+        handle.remove()
 
 
 def follow(start: Any, of_segments: Sequence[SegmentForward]) -> None:
@@ -156,8 +157,8 @@ def follow(start: Any, of_segments: Sequence[SegmentForward]) -> None:
     walk = _WALKS.get(task)
     if walk is None:
         walk = _WALKS[task] = _Walk()
-        after_backward(lambda: _WALKS.pop(task).remove_hooks())
-        run_after_failure(forget)  # also for a backward that no DistTensor started
+        after_backward(partial(_end, task))
+        run_after_failure(partial(_end, task))
     if start in walk.seen:
         return
     found: list[tuple[int, Any, Any, SegmentForward]] = []

@@ -91,12 +91,12 @@ def compile(target: F, *, backend: Any = "inductor", **options: Any) -> F:
 def _compiling_regions() -> Iterator[None]:
     """``compiling``, and so are the recomputations of the checkpointed regions that run inside."""
     key = object()
-    callbacks.recompute_contexts[key] = compiling
+    callbacks.recompute_contexts()[key] = compiling
     try:
         with compiling():
             yield
     finally:
-        del callbacks.recompute_contexts[key]
+        del callbacks.recompute_contexts()[key]
 
 
 class CompiledForward(Replay):

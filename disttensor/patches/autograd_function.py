@@ -151,7 +151,7 @@ def on_wholes(cls: Any) -> Any:
 def _prepare(ctx: Any, inputs: Sequence[Any]) -> None:
     """Keeps what the backward needs."""
     ctx.behind = _behind(inputs)
-    ctx.around = [*callbacks.recompute_contexts.values(), GIVEN.get()[1].seeded]
+    ctx.around = [*callbacks.recompute_contexts().values(), GIVEN.get()[1].seeded]
 
 
 def _behind(wholes: Sequence[Any]) -> WeakTensorKeyDictionary:

@@ -56,8 +56,8 @@ def wrap_generator(original: Generator) -> Generator:
         is_first = bool(given) and isinstance(given[0], tuple)
         pairs = [_saved(x) for x in (given[0] if is_first else given)]
         inside = callbacks.recompute_context.get()
-        policy, around = attention_policy.policy.current(), [*callbacks.recompute_contexts.values()]
-        around += [inside] if inside else []
+        policy = attention_policy.policy.current()
+        around = [*callbacks.recompute_contexts().values(), *([inside] if inside else [])]
         kept, remakes = tuple(k for k, _ in pairs), [r for _, r in pairs]
 
         def recompute(*args: Any, **kwargs: Any) -> Any:

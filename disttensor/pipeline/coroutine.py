@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from disttensor import callbacks
 from disttensor.torch_private import (
     dispatch_modes,
     function_modes,
@@ -113,6 +114,7 @@ class _Worker(threading.Thread):
             job, done = self._jobs.get()
             job()
             del job
+            callbacks.recompute_contexts().clear()  # of modules whose forward was abandoned
             self._idle.append(self)
             done.put(None)
 

@@ -177,10 +177,10 @@ class _Borrowed:
         places = [(owner.__dict__, key) for owner, key in owners]
         for (table, key), value in zip(places, brought, strict=True):
             table[key] = value
-        callbacks.recompute_contexts[self] = partial(_show_again, places, brought)
+        callbacks.recompute_contexts()[self] = partial(_show_again, places, brought)
 
     def hide(self, layer: nn.Module, args: Any, output: Any) -> None:
-        callbacks.recompute_contexts.pop(self, None)
+        callbacks.recompute_contexts().pop(self, None)
         for name, key in self.names:
             layer.get_submodule(name).__dict__.pop(key, None)
 

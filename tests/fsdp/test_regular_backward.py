@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import disttensor as dt
 from disttensor import DistTensor, Partial, Shard
@@ -175,6 +177,76 @@ def test_a_backward_of_one_rank_in_its_own_thread_gathers_nothing():
         with record_comms() as calls:
             in_thread(fit)
         assert not calls
+    loss.backward()
+
+
+@on_ranks(2)
+def test_a_backward_that_fails_in_a_thread_of_one_rank_ends_no_other():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 5), nn.Linear(5, 3)).double()
+    dt.fully_shard(model, mesh=line(), segments=["0", "1", "2"])
+
+    def fail(_: Tensor) -> None:
+        raise ValueError("of the thread")
+
+    def fit() -> None:
+        x = torch.ones(3, requires_grad=True)
+        x.register_hook(fail)
+        x.sum().backward()
+
+    def meanwhile(_: DistTensor) -> None:
+        if dist.get_rank() == 0:
+            with pytest.raises(ValueError, match="of the thread"):
+                in_thread(fit)
+
+    out = model[1](model[0](ROWS))
+    out.register_hook(meanwhile)
+    summed(model[2](out)).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@on_ranks(2)
+def test_a_forward_begins_while_a_thread_of_one_rank_runs_a_backward():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)).double()
+    dt.fully_shard(model, mesh=line())
+    summed(model(ROWS)).backward()
+    reached, ended = Event(), Event()
+
+    def fit() -> None:
+        x = torch.ones(3, requires_grad=True)
+        x.register_hook(lambda _: (reached.set(), ended.wait(), None)[-1])
+        x.sum().backward()
+
+    with ThreadPoolExecutor(1) as threads:
+        found = None
+        if dist.get_rank() == 0:
+            found = threads.submit(fit)
+            reached.wait()
+        loss = summed(model(ROWS))
+        ended.set()
+        if found is not None:
+            found.result()
+    loss.backward()
+
+
+@on_ranks(2)
+def test_a_region_of_one_rank_in_its_own_thread_gathers_nothing():
+    """A plain checkpointed region, whose forward runs while that of the model does."""
+    region: list[Tensor] = []
+
+    def fit() -> None:
+        x = torch.ones(3, requires_grad=True)
+        region.append(checkpoint(torch.exp, x, use_reentrant=False).sum())
+
+    def meanwhile(*_: Any) -> None:
+        if dist.get_rank() == 0 and not region:
+            in_thread(fit)
+
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)).double()
+    dt.fully_shard(model, mesh=line(), segments=["0", "1"])
+    model[0].register_forward_hook(meanwhile, prepend=True)
+    loss = summed(model(ROWS))
+    if dist.get_rank() == 0:
+        in_thread(region[0].backward)
     loss.backward()
 
 

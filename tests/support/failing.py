@@ -85,7 +85,7 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
 
 def at_rest(model: nn.Module) -> None:
     """Nothing is gathered, shown, under way or on a stack."""
-    assert not callbacks.recompute_contexts
+    assert not callbacks.recompute_contexts()
     engine = model.__dict__.get("_data_parallel")
     if engine is None:
         return
