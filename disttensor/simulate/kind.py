@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from disttensor.comm.log import CommLog
 from disttensor.simulate.devices import Network
 from disttensor.simulate.events import Collective, Event, Message, Op
-from disttensor.simulate.layer_shares import Flops, by_layer
+from disttensor.simulate.layer_shares import Flops, added
 from disttensor.simulate.memory import Memory
 from disttensor.simulate.transfers import RankRow
 
@@ -35,7 +35,7 @@ class Kind:
     comms: CommLog
     memory: Memory
     events: list[Event] = field(repr=False)
-    timeline: RankRow = field(repr=False)
+    timeline: RankRow = field(default_factory=RankRow, repr=False)
     stage: int | None = None
 
     @property
@@ -64,7 +64,8 @@ class Kind:
         """FLOPs of one rank by module and phase: ``{"mlp.up": {"forward": 8, "backward": 16}}``. A
         module does not include the modules inside. The name is its path in the model; "(outside
         modules)" is the rest."""
-        return by_layer(self.events)
+        ops = (e for e in self.events if isinstance(e, Op) and e.flops)
+        return added((e.layer, {e.phase: e.flops}, 1) for e in ops)
 
     def flops_by(self, by: str = "phase") -> dict[str, int]:
         """Returns the FLOPs of one rank by "phase", "layer", "where", "dtype" or "name" of the

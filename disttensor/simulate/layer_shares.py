@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
-from xml.sax.saxutils import escape
 
-from disttensor.simulate.events import PHASES, Event, Op
+from disttensor.simulate.events import PHASES
 from disttensor.simulate.text import quantity
 
 Flops = dict[str, dict[str, int]]  # layer -> phase -> FLOPs
 _ROWS = 12  # of a table
-
-
-def by_layer(events: Iterable[Event]) -> Flops:
-    """Returns the FLOPs by layer, without the layers inside it, and by phase."""
-    ops = (e for e in events if isinstance(e, Op) and e.flops)
-    return added((e.layer, {e.phase: e.flops}, 1) for e in ops)
 
 
 def added(parts: Iterable[tuple[str, Mapping[str, int], int]]) -> Flops:
@@ -74,14 +67,3 @@ def rows(layers: Flops) -> list[tuple[str, ...]]:
         both = [quantity(phases.get(phase, 0)) for phase in PHASES[:2]]
         out.append((name, *both, f"{sum(phases.values()) / total:.1%}"))
     return out
-
-
-def html(layers: Flops) -> str:
-    """Returns the table as HTML, with bars for the shares."""
-    head, *body = rows(layers)
-    lines = ["".join(f"<th>{escape(cell)}</th>" for cell in head) + "<th></th>"]
-    for *cells, share in body:
-        bar = f'<div style="width: {float(share[:-1]) * 2:g}px"></div>'
-        cells = [f"<td>{escape(cell)}</td>" for cell in (*cells, share)]
-        lines.append("".join(cells) + f'<td class="bar">{bar}</td>')
-    return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"

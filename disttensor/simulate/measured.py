@@ -75,15 +75,21 @@ def measure(
     check_callable("measure: build", build, "a function that returns a function")
     check_int("measure: world", world, 1, "a number of ranks")
     check_int("measure: steps", steps, 1, "a number of steps")
-    expected = f"a list of ranks from 0 to {world - 1}"
-    chosen = check_sequence("measure: ranks", ranks, expected)
-    for rank in chosen:
-        if not is_int(rank) or not 0 <= rank < world:
-            raise argument_error("measure: ranks: entry", rank, expected, ValueError)
-    if not chosen:
-        raise argument_error("measure: ranks", chosen, expected, ValueError)
+    chosen = check_ranks("measure", ranks, world)
     fake()  # imports that take seconds are made here, and not in each child
     return Measured({rank: _beside_others(build, rank, world, steps) for rank in chosen})
+
+
+def check_ranks(who: str, ranks: Iterable[int], world: int) -> tuple[int, ...]:
+    """Returns ``ranks`` as a tuple. Raises TypeError or ValueError unless they are of the world."""
+    expected = f"a list of ranks from 0 to {world - 1}"
+    chosen = check_sequence(f"{who}: ranks", ranks, expected)
+    for rank in chosen:
+        if not is_int(rank) or not 0 <= rank < world:
+            raise argument_error(f"{who}: ranks: entry", rank, expected, ValueError)
+    if not chosen:
+        raise argument_error(f"{who}: ranks", chosen, expected, ValueError)
+    return chosen
 
 
 def _beside_others(build: Callable[[], Any], rank: int, world: int, steps: int) -> Spent:

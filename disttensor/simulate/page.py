@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from xml.sax.saxutils import escape
 
-from disttensor.simulate import pictures
-from disttensor.simulate.kind import Kind
+from disttensor.simulate import layer_shares, pictures
+from disttensor.simulate.kind import Kind, names_of
+from disttensor.simulate.layer_shares import Flops
 
 _STYLE = """
 body { font-family: sans-serif; max-width: 1000px; margin: 2em auto; color: #222 }
@@ -53,33 +54,24 @@ show(0, full);
 
 
 def page(
-    title: str, figures: dict[str, Any], rows: Sequence[Sequence[str]], warnings: Iterable[str],
-    kinds: Sequence[Kind], layers: Sequence[tuple[str, str]],
-) -> str:  # fmt: skip
-    """Returns the page.
-
-    Args:
-        title: of the page.
-        figures: are stored as JSON in the element ``report``.
-        rows: the table of kinds, with its head.
-        warnings: sentences.
-        kinds: are drawn.
-        layers: titles and tables; the first one is open.
-    """
-    head, *body = ["".join(f"<td>{escape(c)}</td>" for c in row) for row in rows]
-    said = "".join(f"<li>{escape(w)}</li>" for w in warnings) or "<li>none</li>"
+    title: str, figures: dict[str, Any], rows: Sequence[Sequence[str]], kinds: Sequence[Kind]
+) -> str:
+    """Returns the page of a report: its title, figures, table of kinds with its head, and kinds."""
+    said = "".join(f"<li>{escape(w)}</li>" for w in figures["warnings"]) or "<li>none</li>"
+    layers = [("all ranks", figures["flops_by_layer"])]
+    if len(kinds) > 1:
+        layers += [(f"one of ranks {names_of(k.ranks)}", k.layers) for k in kinds]
     shares = "".join(
-        f"<details{'' if i else ' open'}><summary>{escape(name)}</summary>{one}</details>"
-        for i, (name, one) in enumerate(layers)
-    )
+        f"<details{'' if i else ' open'}><summary>{name}</summary>{_share_table(one)}</details>"
+        for i, (name, one) in enumerate(layers) if one
+    )  # fmt: skip
     memory = [pictures.memory(k) for k in sorted(kinds, key=lambda k: -k.peak_memory)]
     data = json.dumps(figures).replace("<", "\\u003c")  # no text ends the element
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>
 <style>{_STYLE}</style></head><body>
 <h1>A simulated step</h1><p>{escape(title)}</p>
-<table><thead><tr>{head.replace("td>", "th>")}</tr></thead>
-<tbody>{"".join(f"<tr>{row}</tr>" for row in body)}</tbody></table>
+{_table(rows)}
 <h2>Warnings</h2><ul id="warnings">{said}</ul>
 <h2>Time line</h2><p>The wheel zooms, dragging moves, a double click shows all:
 <span id="shown"></span></p>
@@ -90,3 +82,19 @@ def page(
 <script type="application/json" id="report">{data}</script>
 <script>{_SCRIPT}</script></body></html>
 """
+
+
+def _share_table(layers: Flops) -> str:
+    """Returns the table of the layers that do most, with bars for the shares."""
+    head, *body = layer_shares.rows(layers)
+    bars = [f'<div style="width: {float(share[:-1]) * 2:g}px"></div>' for *_, share in body]
+    return _table([head, *body], ["", *bars])
+
+
+def _table(rows: Sequence[Sequence[str]], bars: Sequence[str] = ()) -> str:
+    lines = []
+    for i, row in enumerate(rows):
+        cell = "td" if i else "th"
+        bar = f'<{cell} class="bar">{bars[i]}</{cell}>' if bars else ""
+        lines.append("".join(f"<{cell}>{escape(text)}</{cell}>" for text in row) + bar)
+    return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"

@@ -217,27 +217,22 @@ class Report:
         """Writes one HTML page to ``path``, which loads nothing else: a table of the kinds,
         warnings, the layers that do most, and the pictures of ``to_svg``, with a time line to zoom
         into. Its element ``report`` has the figures of ``to_json``."""
-        html = page(
-            self._summary, self.as_dict(), self._rows, self.warnings, self.kinds, self._of_layers
-        )
         file = Path(path)
+        html = page(self._summary, self.as_dict(), self._rows, self.kinds)
         file.write_text(html, encoding="utf-8")
         return file
 
     def to_svg(self, path: str | PathLike[str], picture: str = "timeline") -> Path:
         """Draws to ``path``, an .svg: the "timeline" of all kinds, the "memory" of the fullest kind
         over the step, or "communication", the bytes that a rank sends over each axis."""
-        return write_svg("to_svg", self._drawn("to_svg", picture), path)
-
-    def _drawn(self, who: str, picture: str) -> str:
         draw = {
             "timeline": lambda: pictures.timeline(self.kinds),
             "memory": lambda: pictures.memory(self.fullest),
             "communication": lambda: pictures.volume(self.kinds),
         }
         if picture not in draw:
-            raise argument_error(f"{who}: picture", picture, " or ".join(draw), ValueError)
-        return draw[picture]()
+            raise argument_error("to_svg: picture", picture, " or ".join(draw), ValueError)
+        return write_svg("to_svg", draw[picture](), path)
 
     @property
     def _summary(self) -> str:
@@ -266,14 +261,6 @@ class Report:
                 amount(messages[1]), amount(k.between_nodes(self.network)),
             ))  # fmt: skip
         return rows
-
-    @property
-    def _of_layers(self) -> list[tuple[str, str]]:
-        """The tables of layers of the page, with titles: of all ranks, and of each kind."""
-        parts = [("all ranks", self.layers)]
-        if len(self.kinds) > 1:
-            parts += [(f"one of ranks {names_of(k.ranks)}", k.layers) for k in self.kinds]
-        return [(name, layer_shares.html(layers)) for name, layers in parts if layers]
 
     def __str__(self) -> str:
         full = self.fullest

@@ -5,15 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from disttensor.checks import (
-    argument_error,
-    check_callable,
-    check_int,
-    check_number,
-    check_sequence,
-    check_type,
-    is_int,
-)
+from disttensor.checks import argument_error, check_callable, check_int, check_number, check_type
 from disttensor.comm.log import CommLog
 from disttensor.progress import bar
 from disttensor.simulate import devices
@@ -21,13 +13,12 @@ from disttensor.simulate.child import Child
 from disttensor.simulate.devices import Device, Network
 from disttensor.simulate.kind import Kind
 from disttensor.simulate.kinds import Differences
-from disttensor.simulate.measured import Measured
+from disttensor.simulate.measured import Measured, check_ranks
 from disttensor.simulate.rank_run import RankRun
 from disttensor.simulate.recorder import Values
 from disttensor.simulate.report import Report
 from disttensor.simulate.run_rank import Program, of_build, start_rank
 from disttensor.simulate.runner import Runner
-from disttensor.simulate.timeline import timelines
 from disttensor.simulate.world import frozen_garbage
 
 
@@ -98,13 +89,7 @@ def simulate_program(
     """Simulates a program that starts and stops the recorder itself, such as a script. See
     ``simulate`` for the arguments."""
     check_setting("simulate", world, device, network, values)
-    expected = f"a list of ranks from 0 to {world - 1}"
-    wanted = None if ranks is None else check_sequence("simulate: ranks", ranks, expected)
-    for rank in wanted or ():
-        if not is_int(rank) or not 0 <= rank < world:
-            raise argument_error("simulate: ranks: entry", rank, expected, ValueError)
-    if wanted == ():
-        raise argument_error("simulate: ranks", wanted, expected, ValueError)
+    wanted = None if ranks is None else check_ranks("simulate", ranks, world)
     if measured is not None:
         check_type("simulate: measured", measured, Measured, "a result of dt.simulate.measure")
         if device.asynchronous:
@@ -113,25 +98,21 @@ def simulate_program(
 
     with frozen_garbage() as collect_garbage, bar("simulating", unit="ranks") as advance:
 
-        def start(rank: int, few: bool) -> Child[tuple[RankRun, Differences]]:
+        def start(rank: int, short: bool) -> Child[tuple[RankRun, Differences]]:
             advance(note=f"rank {rank} of {world}")
-            return start_rank(program, rank, world, values, network.ranks_per_node, device, few)
+            return start_rank(program, rank, world, values, network.ranks_per_node, device, short)
 
         runner = Runner(start, collect_garbage)
         found = runner.kinds(world, wanted, network.ranks_per_node)
-    runs = [one for _, one in found]
-    rows = timelines(
-        [(ranks, one.rank, one.events) for ranks, one in found], world, device, network,
-        measured,
-    )  # fmt: skip
     kinds = [
-        Kind(tuple(ranks), one.rank, CommLog(one.comms), one.memory, one.events, row, one.stage)
-        for (ranks, one), row in zip(found, rows, strict=True)
+        Kind(tuple(ranks), one.rank, CommLog(one.comms), one.memory, one.events, stage=one.stage)
+        for ranks, one in found
     ]
+    runs = [one for _, one in found]
     warnings = dict.fromkeys([*(w for one in runs for w in one.warnings), *runner.unknown])
     return Report(
         world, kinds, device, network, list(warnings), runs[0].updates, runner.files, measured
-    )  # fmt: skip
+    ).on()
 
 
 def check_setting(who: str, world: Any, device: Any, network: Any, values: Any) -> None:

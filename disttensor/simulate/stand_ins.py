@@ -6,6 +6,7 @@ They stay in place until the process of the rank ends.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import os
@@ -100,15 +101,12 @@ def _save(usual: Callable[..., Any], files: ScratchFiles, obj: Any, f: Any, *arg
 
 
 def _load(usual: Callable[..., Any], f: Any, *args: Any, **kwargs: Any) -> Any:
-    if isinstance(f, str | bytes | os.PathLike):
-        with open(f, "rb") as file:
-            if file.read(len(_MARK)) == _MARK:
-                return _Unpickler(file).load()
-        return usual(f, *args, **kwargs)
-    at = f.tell()
-    if f.read(len(_MARK)) == _MARK:
-        return _Unpickler(f).load()
-    f.seek(at)
+    is_path = isinstance(f, str | bytes | os.PathLike)
+    with open(f, "rb") if is_path else contextlib.nullcontext(f) as file:
+        at = file.tell()
+        if file.read(len(_MARK)) == _MARK:
+            return _Unpickler(file).load()
+        file.seek(at)
     return usual(f, *args, **kwargs)
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import gc
 import os
-import random as python_random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 
 from disttensor.cache import clear_decisions
@@ -69,8 +67,8 @@ def simulated_rank(
     rank: int, size: int, ranks_per_node: int = 8, backend: str = "nccl", data: bool = False
 ) -> Iterator[None]:
     """Lets this process act as ``rank`` of ``size``, without the other ranks. Afterwards its
-    process group, meshes, environment, defaults, random numbers and registered rules are as before;
-    observers that were open see nothing of it.
+    process group, meshes, environment, random numbers of torch and registered rules are as before;
+    observers that were open see nothing of it. (A program that changes more runs in a ``Child``.)
 
     Args:
         rank: the simulated rank.
@@ -79,11 +77,8 @@ def simulated_rank(
         backend: the backend for which collectives are made.
         data: whether tensors have data.
     """
-    dtype, device, grad = (
-        torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled(),
-    )  # fmt: skip
-    numbers = torch.get_rng_state(), python_random.getstate(), np.random.get_state()
-    seed, debugging = counter.get_state(), compare_collectives.enabled
+    numbers, seed = torch.get_rng_state(), counter.get_state()
+    debugging = compare_collectives.enabled
     try:
         with (
             hide_observers(), compare_programs.preserve_calls(), set_runtime_aside(),
@@ -97,14 +92,8 @@ def simulated_rank(
                 yield
     finally:
         compare_collectives.enabled = debugging
-        torch.set_rng_state(numbers[0])
+        torch.set_rng_state(numbers)
         counter.set_state(*seed)
-        python_random.setstate(numbers[1])
-        np.random.set_state(numbers[2])
-        torch.set_default_dtype(dtype)
-        if torch.get_default_device() != device:
-            torch.set_default_device(device)
-        torch.set_grad_enabled(grad)
 
 
 @contextmanager
