@@ -83,7 +83,7 @@ LINES = {
     "random": 975,
     "reshard": 1_557,
     "root": 2_643,
-    "simulate": 6_759,
+    "simulate": 6_745,
     "tensor": 3_543,
     "trace": 3_026,
     "verification": 988,

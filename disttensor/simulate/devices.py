@@ -125,6 +125,14 @@ class Device:
         seconds = self.seconds(flops, op.nbytes * share, op.dtype, where)
         return seconds * self.kernels.get((op.name, op.dtype), 1.0) if self.kernels else seconds
 
+    def seconds_of(self, ops: Sequence[Op], share: float = 1.0) -> tuple[float, float]:
+        """Returns the time of operators one after the other, or of a ``share`` of their work, and
+        for how long the host is idle meanwhile."""
+        device, host = sum(self.kernel(op, share) for op in ops), len(ops) * self.launch
+        if not self.asynchronous:
+            return device + host, 0.0
+        return max(device, host), max(device - host, 0.0)
+
 
 @cache
 def _computed(queries: int, keys: int, rows: int, columns: int) -> float:

@@ -132,13 +132,7 @@ class Estimator:
         return costs
 
     def _kernels(self, events: Sequence[Event], share: float) -> tuple[float, float]:
-        """Returns the seconds of kernels, and for how long the host is idle meanwhile."""
-        ops = [e for e in events if isinstance(e, Op)]
-        device = sum(self.device.kernel(e, share) for e in ops)
-        host = len(ops) * self.device.launch
-        if not self.device.asynchronous:
-            return device + host, 0.0
-        return max(device, host), max(device - host, 0.0)
+        return self.device.seconds_of([e for e in events if isinstance(e, Op)], share)
 
     def _collectives(self, events: Sequence[Event], share: float) -> float:
         """Returns the seconds of the collectives within tp."""

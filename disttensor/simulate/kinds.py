@@ -1,9 +1,5 @@
-"""Groups the ranks of a world into kinds: ranks of one stage, with pieces of equal sizes, that send
-and receive the same amounts.
-
-The differences between ranks are found by running some of them: rank 0 first, then one rank of each
-kind known so far, until no run shows another difference.
-"""
+"""The facts by which the ranks of a world differ, and the kinds that follow from them: ranks of one
+stage, with pieces of equal sizes, that send and receive the same amounts."""
 
 from __future__ import annotations
 
@@ -12,15 +8,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from disttensor.comm.log import CommLog
+from disttensor.comm.log import CommRecord
 from disttensor.comm.process_group import world
 from disttensor.core.layout import box_at
 from disttensor.core.mesh import ProcessMesh
 from disttensor.errors import user_line
+from disttensor.observe import Observer
 from disttensor.runtime import current_runtime
-from disttensor.simulate.events import Collective, Event
-from disttensor.simulate.rank_run import Grid, PipelineRun, RankRun, Shape
-from disttensor.simulate.templates import derive, derived_ranks, is_alike
+from disttensor.simulate.events import Collective
+from disttensor.simulate.rank_run import Entry, Grid, PipelineRun
 from disttensor.tensor.base import MeshTensor
 from reshard.cross_mesh_plan import CrossMeshPlan
 
@@ -85,15 +81,21 @@ class Differences:
         return list(kinds.values())
 
 
-class DifferenceLog(CommLog):
-    """Records the collectives of a rank, and the differences between ranks that they show."""
+class DifferenceLog(Observer):
+    """Records the differences between ranks that the collectives of a rank show. ``add`` receives
+    each CommRecord; ``unanswered`` is the one whose operator has not been called yet."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, add: Callable[[CommRecord], None]) -> None:
+        self.add = add
+        self.unanswered: CommRecord | None = None
         self.found = Differences()
         self.exchanged: list[str] = []  # values that other ranks may have otherwise
         self._owned: set[int] = set()
         self._known: dict[int, CrossMeshPlan] = {}  # by id; an id is valid while its plan is alive
+
+    def communicate(self, record: CommRecord) -> None:
+        self.add(record)
+        self.unanswered = record
 
     def transfer(self, label: object, sources: Any) -> None:
         if not isinstance(label, CrossMeshPlan):
@@ -117,12 +119,12 @@ class DifferenceLog(CommLog):
                 own = spec.shape, spec.layout, spec.dtype, p.requires_grad
                 self.found.work.setdefault(spec.mesh.ranks, []).append(own)
 
-    def differences(self, events: Sequence[Event], runs: Iterable[PipelineRun]) -> Differences:
+    def differences(self, log: Iterable[Entry], runs: Iterable[PipelineRun]) -> Differences:
         """Returns the differences that the run of one rank shows. Call it in the world of that
         rank."""
         out = self.found
         out.stages = {run.grids for run in runs}
-        uneven = {(e.ranks, e.uneven) for e in events if isinstance(e, Collective) and e.uneven}
+        uneven = {(e.ranks, e.uneven) for e in log if isinstance(e, Collective) and e.uneven}
         for mesh in list(current_runtime().meshes.values()):
             if not mesh.specs:
                 continue
@@ -130,7 +132,7 @@ class DifferenceLog(CommLog):
             found = out.pieces.setdefault(grid, set())
             for spec in list(mesh.specs.values()):
                 for size, axes in zip(spec.shape, spec.layout.dims, strict=True):
-                    if size % _product(mesh.shape, axes):
+                    if size % math.prod(mesh.shape[a] for a in axes):
                         found.add((size, axes))
             for ranks, splits in uneven if mesh.coordinate is not None else ():
                 axes = _axes_of(mesh, ranks)
@@ -166,10 +168,6 @@ def _volumes(plan: CrossMeshPlan) -> frozenset[tuple[int, Volume]]:
     return frozenset((r, (tuple(sorted(s)), tuple(sorted(g)))) for r, (s, g) in out.items())
 
 
-def _product(shape: Shape, axes: Axes) -> int:
-    return math.prod(shape[a] for a in axes)
-
-
 def _axes_of(mesh: ProcessMesh, ranks: tuple[int, ...]) -> Axes:
     """Returns the axes on which these ranks of the mesh differ, or () if the ranks are not all
     ranks along these axes."""
@@ -177,47 +175,4 @@ def _axes_of(mesh: ProcessMesh, ranks: tuple[int, ...]) -> Axes:
         return ()
     places = [mesh.coordinate_of(rank) or () for rank in ranks]
     axes = tuple(a for a in range(mesh.ndim) if len({place[a] for place in places}) > 1)
-    return axes if _product(mesh.shape, axes) == len(ranks) else ()
-
-
-def representatives(
-    world: int, wanted: Iterable[int] | None,
-    run: Callable[[Sequence[int]], list[tuple[RankRun, Differences]]],
-) -> list[tuple[list[int], int, RankRun]]:  # fmt: skip
-    """Runs one rank of each kind, by ``run(ranks)``. Of equal stages two are run, and the others
-    are derived.
-
-    Returns:
-        For each kind: its ranks, the rank that was run, and its run.
-    """
-    known, results = Differences(), dict[int, RankRun]()
-    compared, excluded = set[tuple[int, int]](), set[int]()  # pairs of ranks; stages
-    asked = None if wanted is None else set(wanted)
-    while True:
-        groups = known.groups(world)
-        if asked is not None:
-            groups = [kept for g in groups if (kept := [r for r in g if r in asked])]
-        missing = [g[0] for g in groups if not any(r in results for r in g)]
-        if not missing:
-            return [
-                (g, r, results[r]) for g in groups for r in [next(x for x in g if x in results)]
-            ]
-        derived = {d.rank: d for d in derived_ranks(known.stages, known.work, groups, excluded)}
-        to_run = [r for r in missing if r not in derived]
-        if to_run:
-            for rank, (made, found) in zip(to_run, run(to_run), strict=True):
-                results[rank] = made
-                known.update(found)
-            continue
-        for rank in missing:
-            one = derived[rank]
-            ends = results[one.first], results[one.last]
-            if (one.first, one.last) not in compared and not is_alike(*ends, one):
-                excluded.add(one.suspect)
-                break
-            compared.add((one.first, one.last))
-            try:
-                results[rank] = derive(*ends, one)
-            except ValueError:
-                excluded.add(one.stage)
-                break
+    return axes if math.prod(mesh.shape[a] for a in axes) == len(ranks) else ()

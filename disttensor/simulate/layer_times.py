@@ -63,14 +63,10 @@ def layer_times(
                 "pipeline.split: balance='time': the model does not run on tensors without data "
                 f"of the shapes in sample: {type(error).__name__}: {error}"
             ) from error
-    device_time: defaultdict[nn.Module, float] = defaultdict(float)
-    host_time: defaultdict[nn.Module, float] = defaultdict(float)
+    ops: defaultdict[nn.Module, list[Op]] = defaultdict(list)
     for module, start, end, *_ in recorder.layers.calls:
-        for e in recorder.events[start.events : end.events]:
-            if isinstance(e, Op):
-                device_time[module] += device.seconds(e.flops, e.nbytes, e.dtype)
-                host_time[module] += device.launch
-    return [max(device_time[layer], host_time[layer]) for _, layer in layers]
+        ops[module] += [e for e in recorder.log[start:end] if isinstance(e, Op)]
+    return [device.seconds_of(ops[layer])[0] for _, layer in layers]
 
 
 def _refuse_to_read(line: str) -> NoReturn:

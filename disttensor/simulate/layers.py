@@ -33,8 +33,8 @@ class ModuleCall(NamedTuple):
     ``nbytes``: the global shape and the local bytes of its first argument on a mesh."""
 
     module: nn.Module
-    start: Any
-    end: Any
+    start: int
+    end: int
     shape: tuple[int, ...]
     nbytes: int
 
@@ -64,7 +64,7 @@ class Layers:
         now: returns the current position in the step, None while nothing is recorded.
     """
 
-    def __init__(self, now: Callable[[], Any]) -> None:
+    def __init__(self, now: Callable[[], int | None]) -> None:
         self.now = now
         self.calls: list[ModuleCall] = []
         self._watched: set[nn.Module] = set()
@@ -95,7 +95,7 @@ class Layers:
         with callbacks.set_during(callbacks.recompute_context, inner):
             out = call(module, *args, **kwargs)
         if start is not None:
-            self.calls.append(ModuleCall(module, start, self.now(), *size))
+            self.calls.append(ModuleCall(module, start, self.now() or start, *size))
         if inner.computes:
             _own(find_tensors(out, attributes=True), inner.layer)
         return out

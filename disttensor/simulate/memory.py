@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 
+from disttensor.comm.log import CommRecord
 from disttensor.errors import user_line
 from disttensor.simulate.events import Name
 from disttensor.torch_private import storage_id
@@ -40,23 +41,22 @@ _DEPTH = 12  # frames that are searched
 @dataclass(eq=False, slots=True)
 class StorageRecord:
     """One storage. ``born``, ``died``: numbers of operators; ``where``: the line that made it;
-    ``nbytes``: its present size."""
+    ``nbytes``: its present size; ``marked``: its category, if the program shows it."""
 
-    number: int
     maker: str
     phase: str
     born: int
     where: str
     nbytes: int = 0
     died: int | None = None
+    marked: str = ""
     ref: Any = None
 
 
 class MemoryChange(NamedTuple):
     """Storage ``block`` (a number or name), made at line ``made``, grows by ``nbytes`` (or shrinks,
-    if negative) in event number ``event`` of the step."""
+    if negative)."""
 
-    event: int
     category: str
     nbytes: int
     where: str
@@ -70,7 +70,6 @@ Held = dict[str, int]  # bytes by category
 class _Change(NamedTuple):
     """A MemoryChange whose category is not known yet."""
 
-    event: int
     block: StorageRecord
     nbytes: int
     where: str
@@ -97,16 +96,21 @@ class Memory:
 
 
 class MemoryLog:
-    """Records the storages that operators make. It works on tensors with and without data."""
+    """Records the storages that operators make. It works on tensors with and without data.
+
+    log  the changes, in order; StepRecorder adds the events between them
+    """
 
     def __init__(self) -> None:
-        self.count = 0  # of storages
-        self.changes: list[_Change] = []  # in order
+        self.log: list[Any] = []
         self.live: dict[int, StorageRecord] = {}
+        self.held: dict[StorageRecord, int] = {}  # bytes of each storage when the step begins
         self.clock = 0  # counts operators, views too
-        self.event = 0  # the number of the event that is recorded
-        self.marked: dict[int, str] = {}  # the category of a storage, by its number
         self.backwards: list[int] = []  # clocks at which backwards began and ended, in turn
+
+    def begin_step(self) -> None:
+        self.held = {block: block.nbytes for block in self.live.values()}
+        self.log.clear()
 
     def see(self, t: Tensor, phase: str) -> None:
         """Records the storage of ``t``, the result of an operator."""
@@ -114,14 +118,13 @@ class MemoryLog:
         key = storage_id(storage)
         if key in self.live or t.device.type == "meta":
             return
-        block = StorageRecord(self.count, _maker(), phase, self.clock, user_line())
-        self.count += 1
+        block = StorageRecord(_maker(), phase, self.clock, user_line())
         self.live[key] = block
         self._has(block, storage.nbytes(), block.where)
         block.ref = weakref.ref(storage, lambda _: self._gone(key, block))
 
     def _has(self, block: StorageRecord, nbytes: int, where: str = "") -> None:
-        self.changes.append(_Change(self.event, block, nbytes - block.nbytes, where))
+        self.log.append(_Change(block, nbytes - block.nbytes, where))
         block.nbytes = nbytes
 
     def _gone(self, key: int, block: StorageRecord) -> None:
@@ -134,7 +137,7 @@ class MemoryLog:
         """Sets the category of the storage of ``t``."""
         block = self.live.get(storage_id(t.untyped_storage()))
         if block is not None:
-            self.marked[block.number] = category
+            block.marked = category
 
     def resizing(self) -> AbstractContextManager[Any]:
         """Records storages that are resized, as gathered parameters are when they are freed."""
@@ -152,9 +155,8 @@ class MemoryLog:
     def category(self, block: StorageRecord) -> str:
         """Returns the category of a storage at the end of the step. A storage that lives from a
         forward into a backward is an activation; a storage that a backward leaves is a gradient."""
-        known = self.marked.get(block.number)
-        if known or block.maker == "gathered parameters":
-            return known or block.maker
+        if block.marked or block.maker == "gathered parameters":
+            return block.marked or block.maker
         if block.phase == "forward" and self._backwards_before(block.died) > (
             self._backwards_before(block.born)
         ):
@@ -173,47 +175,51 @@ class MemoryLog:
         end = self.backwards[begun] if begun < len(self.backwards) else self.clock
         return block.died is None or block.died > end
 
-    def between(self, first: int, last: int) -> tuple[Held, list[MemoryChange]]:
-        """Returns the bytes by category at change number ``first``, and the changes from there up
-        to number ``last``. Storages that are older have negative numbers."""
+    def step(self, last: int) -> tuple[Held, list[Any]]:
+        """Returns the bytes by category when the step begins, and the first ``last`` entries of the
+        log, with MemoryChanges. Storages that are older than the step have negative numbers."""
         held: Held = dict.fromkeys(CATEGORIES, 0)
-        known: dict[int, tuple[str, int]] = {}  # category and number of each storage
-        steps: list[MemoryChange] = []
-        for i, change in enumerate(self.changes[:last]):
-            block = change.block
-            if block.number not in known:
-                number = block.number if i >= first else -1 - block.number
-                known[block.number] = self.category(block), number
-            name, number = known[block.number]
-            if i < first:
-                held[name] += change.nbytes
-            else:
-                steps.append(MemoryChange(
-                    change.event, name, change.nbytes, change.where, number, block.where
-                ))  # fmt: skip
-        return held, steps
+        for block, nbytes in self.held.items():
+            held[self.category(block)] += nbytes
+        numbers = {block: -1 - i for i, block in enumerate(self.held)}
+        out: list[Any] = []
+        for entry in self.log[:last]:
+            if isinstance(entry, _Change):
+                block, nbytes, where = entry
+                number = numbers.setdefault(block, len(numbers))
+                entry = MemoryChange(self.category(block), nbytes, where, number, block.where)
+            out.append(entry)
+        return held, out
 
 
-def summary(held: Held, steps: Sequence[MemoryChange]) -> Memory:
-    """Returns the memory of a step that begins with the bytes ``held``."""
+def summary(held: Held, log: Sequence[Any]) -> Memory:
+    """Returns the memory of a step that begins with the bytes ``held``. ``log``: its events and
+    MemoryChanges."""
     now, total = dict(held), sum(held.values())
     peak, at_peak, where, until = total, dict(now), "the begin of the step", 0
     curve: list[tuple[int, Held]] = [(0, dict(now))]
-    for i, step in enumerate(steps):
-        now[step.category] += step.nbytes
-        total += step.nbytes
+    events, last = 0, -1
+    for i, entry in enumerate(log):
+        if not isinstance(entry, MemoryChange):
+            events += not isinstance(entry, CommRecord)
+            continue
+        now[entry.category] += entry.nbytes
+        total += entry.nbytes
         if total > peak:
-            peak, at_peak, where, until = total, dict(now), step.where, i + 1
-        if i + 1 == len(steps) or steps[i + 1].event != step.event:
-            curve.append((step.event, dict(now)))
-    return Memory(max(peak, 0), where, at_peak, *_tensors(steps[:until]), curve)
+            peak, at_peak, where, until = total, dict(now), entry.where, i + 1
+        if last == events:  # several changes before one event are one point
+            curve.pop()
+        curve.append((events, dict(now)))
+        last = events
+    changes = [entry for entry in log[:until] if isinstance(entry, MemoryChange)]
+    return Memory(max(peak, 0), where, at_peak, *_tensors(changes), curve)
 
 
-def _tensors(steps: Sequence[MemoryChange]) -> tuple[dict[str, int], dict[str, tuple[int, str]]]:
+def _tensors(changes: Sequence[MemoryChange]) -> tuple[dict[str, int], dict[str, tuple[int, str]]]:
     """Returns ``Memory.kept`` and ``Memory.largest`` after these changes."""
     sizes: Counter[tuple[Name, str, str]] = Counter()
-    for step in steps:
-        sizes[step.block, step.category, step.made] += step.nbytes
+    for change in changes:
+        sizes[change.block, change.category, change.made] += change.nbytes
     kept: Counter[str] = Counter()
     largest: dict[str, tuple[int, str]] = {}
     for (_, category, made), nbytes in sizes.items():

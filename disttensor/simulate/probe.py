@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,8 +15,8 @@ from disttensor.simulate.child import Child
 from disttensor.simulate.devices import Device
 from disttensor.simulate.events import Event, Visit
 from disttensor.simulate.layers import ModuleCall
-from disttensor.simulate.memory import Held
-from disttensor.simulate.rank_run import RankRun
+from disttensor.simulate.memory import Held, MemoryChange
+from disttensor.simulate.rank_run import Entry, RankRun
 from disttensor.simulate.recorder import StepRecorder, Values
 from disttensor.simulate.run_rank import start_rank
 
@@ -139,23 +139,30 @@ class _ObservedStrategy(Strategy):
         within: set[int] = set()
         after_layers = 0
         for module, start, end, shape, nbytes in calls:
-            layer, after_layers = self.layers[module], end.changes
-            layer.events += run.events[start.events : end.events]
-            layer.kept += sum(c.nbytes for c in run.changes[start.changes : end.changes])
-            within.update(range(start.events, end.events))
+            layer, after_layers = self.layers[module], end
+            layer.events += [e for e in run.log[start:end] if isinstance(e, Event)]
+            layer.kept += _bytes(run.log[start:end])
+            within.update(range(start, end))
             if shape or nbytes:
                 layer.shape, layer.input = shape, nbytes
-        back = [i for i, e in enumerate(run.events) if _phase(e) == "backward"] or [0]
-        loss = sum(c.nbytes for c in run.changes[after_layers:] if c.event < back[0])
+        events = [(i, e) for i, e in enumerate(run.log) if isinstance(e, Event)]
+        back = [n for n, (_, e) in enumerate(events) if _phase(e) == "backward"] or [0]
+        before = events[back[0] - 1][0] if back[0] else 0  # the last event before the backward
+        loss = _bytes(run.log[after_layers:before])
         others: dict[str, list[Event]] = {"forward": [], "backward": [], "last": []}
-        for i, event in enumerate(run.events):
+        for n, (i, event) in enumerate(events):
             if i not in within:
-                others["last" if i > back[-1] else _phase(event)].append(event)
-        visits = sum(isinstance(e, Visit) for e in run.events)
+                others["last" if n > back[-1] else _phase(event)].append(event)
+        visits = sum(isinstance(e, Visit) for _, e in events)
         return Probe(
             strategy, list(self.layers.values()), self.balance, others, run.held, loss,
             self.splits_sequence, visits,
         )  # fmt: skip
+
+
+def _bytes(log: Iterable[Entry]) -> int:
+    """Returns the bytes by which these entries change the memory."""
+    return sum(e.nbytes for e in log if isinstance(e, MemoryChange))
 
 
 def _phase(event: Event) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, product
+from itertools import product
 from typing import Any, NamedTuple
 
 from disttensor.comm.log import CommRecord
@@ -29,6 +29,7 @@ from disttensor.simulate.layers import LayersOfMeshes
 from disttensor.simulate.memory import Held, Memory, MemoryChange, summary
 
 Shape = tuple[int, ...]
+Entry = Event | MemoryChange | CommRecord
 _PEAK = 0.005  # largest difference between two peaks of memory, as a part of the peak
 
 
@@ -49,23 +50,14 @@ class Grid:
         return dict(zip(self.ranks, product(*map(range, self.shape)), strict=True))
 
 
-class Position(NamedTuple):
-    """A moment of a step: the number of events, memory changes and CommRecords so far."""
-
-    events: int
-    changes: int
-    comms: int
-
-
 class StepPart(NamedTuple):
     """A part of a step: an action of pipeline run number ``run``, or (``action`` is None) the part
-    before that run. Its memory changes have numbers of its own events."""
+    before that run. ``log``: its events, memory changes, and records of the engine's collectives.
+    """
 
     run: int
     action: Action | None
-    events: list[Event]
-    changes: list[MemoryChange]
-    comms: list[CommRecord]
+    log: list[Entry]
 
     @property
     def label(self) -> Label:
@@ -79,15 +71,16 @@ class PipelineRun:
     grids   the meshes of its stages
     orders  the actions of each stage, in order
     stage   the stage of this rank
-    begins  where each action of this rank begins
+    begins  where each action of this rank begins, as the number of entries of the step before
+    end     where the last one ends; None: not yet
     tags    the number of transfers of each micro-batch before the run
     """
 
     grids: tuple[Grid, ...] = ()
     orders: tuple[tuple[Action, ...], ...] = ()
     stage: int = 0
-    begins: list[tuple[Action, Position]] = field(default_factory=list)
-    end: Position | None = None
+    begins: list[tuple[Action, int]] = field(default_factory=list)
+    end: int | None = None
     tags: dict[int, int] = field(default_factory=dict)
     has_equal_transfers: bool = False
 
@@ -130,26 +123,20 @@ class RankRun:
         return next((s for s, grid in enumerate(grids) if self.rank in grid.ranks), None)
 
     @cached_property
+    def log(self) -> list[Entry]:
+        return [entry for part in self.parts for entry in part.log]
+
+    @cached_property
     def events(self) -> list[Event]:
-        return [event for part in self.parts for event in part.events]
+        return [e for e in self.log if not isinstance(e, MemoryChange | CommRecord)]
 
     @cached_property
     def comms(self) -> list[CommRecord]:
-        return [record for part in self.parts for record in part.comms]
-
-    @cached_property
-    def changes(self) -> list[MemoryChange]:
-        """The changes of its memory."""
-        begins = accumulate([len(part.events) for part in self.parts], initial=0)
-        return [
-            change._replace(event=change.event + begin)
-            for part, begin in zip(self.parts, begins, strict=False)
-            for change in part.changes
-        ]
+        return [e for e in self.log if isinstance(e, CommRecord)]
 
     @cached_property
     def memory(self) -> Memory:
-        return summary(self.held, self.changes)
+        return summary(self.held, self.log)
 
     def has_peak_of(self, other: RankRun, but_for: int = 0) -> bool:
         """Returns True if the peaks of memory of both are about equal, or differ by no more than
@@ -170,14 +157,14 @@ class ActionRecorder(Observer):
     """Records where the actions of the pipeline runs of one rank begin, and its gradients.
 
     Args:
-        now: returns the current Position, or None while nothing is recorded.
+        now: returns the number of entries of the step, or None while nothing is recorded.
         note: receives a Visit for each action, and a Gradient for each gradient of sharded
             parameters.
     """
 
     sees_modules = True
 
-    def __init__(self, now: Callable[[], Position | None], note: Callable[[Event], None]) -> None:
+    def __init__(self, now: Callable[[], int | None], note: Callable[[Event], None]) -> None:
         self.now, self.note = now, note
         self.runs: list[PipelineRun] = []
         self._open: PipelineRun | None = None
@@ -216,37 +203,31 @@ class ActionRecorder(Observer):
         return self._open
 
 
-def cut_step(
-    runs: Sequence[PipelineRun], last: Position, events: Sequence[Event],
-    changes: Sequence[MemoryChange], comms: Sequence[CommRecord],
-) -> Iterator[StepPart]:  # fmt: skip
-    """Yields the parts of a step that ends at ``last``. Storages and works that are older than the
-    step have negative numbers."""
+def cut_step(runs: Sequence[PipelineRun], log: Sequence[Entry]) -> Iterator[StepPart]:
+    """Yields the parts of a step. Storages and works that are older than the step have negative
+    numbers."""
     works, blocks = dict[Name, Name](), dict[Name, Name]()
 
-    def part(number: int, action: Action | None, a: Position, b: Position) -> StepPart:
-        out = StepPart(number, action, [], [], list(comms[a.comms : b.comms]))
+    def part(number: int, action: Action | None, begin: int, end: int) -> StepPart:
+        out = StepPart(number, action, [])
         label, made = out.label, (len(works), len(blocks))
-        for e in events[a.events : b.events]:
+        for e in log[begin:end]:
             if isinstance(e, Collective | Message):
                 works[e.work] = label, len(works) - made[0]
             if isinstance(e, Collective | Message | Wait):
                 e = e._replace(work=works.get(e.work, -1))
-            out.events.append(e)
-        for change in changes[a.changes : b.changes]:
-            block = change.block
-            if isinstance(block, int) and block >= 0:
-                block = blocks.setdefault(block, (label, len(blocks) - made[1]))
-            out.changes.append(change._replace(event=change.event - a.events, block=block))
+            elif isinstance(e, MemoryChange) and isinstance(e.block, int) and e.block >= 0:
+                e = e._replace(block=blocks.setdefault(e.block, (label, len(blocks) - made[1])))
+            out.log.append(e)
         return out
 
-    at = Position(0, 0, 0)
+    at = 0
     for number, run in enumerate(runs):
         if not run.grids or run.end is None:  # forwards only
             continue
-        yield part(number, None, at, run.begins[0][1])
-        ends = [*(position for _, position in run.begins[1:]), run.end]
-        for (action, start), end in zip(run.begins, ends, strict=True):
-            yield part(number, action, start, end)
+        begins = [begin for _, begin in run.begins]
+        yield part(number, None, at, begins[0])
+        for (action, begin), end in zip(run.begins, [*begins[1:], run.end], strict=True):
+            yield part(number, action, begin, end)
         at = run.end
-    yield part(len(runs), None, at, last)
+    yield part(len(runs), None, at, len(log))

@@ -24,8 +24,8 @@ from disttensor.simulate.fake_collectives import FakeCollectives
 from disttensor.simulate.flop_formulas import flop_formula, is_cheap
 from disttensor.simulate.kinds import DifferenceLog
 from disttensor.simulate.layers import Layers
-from disttensor.simulate.memory import Held, MemoryChange, MemoryLog
-from disttensor.simulate.rank_run import ActionRecorder, Position
+from disttensor.simulate.memory import Held, MemoryLog
+from disttensor.simulate.rank_run import ActionRecorder, Entry
 from disttensor.tensor.base import MeshTensor
 from disttensor.torch_private import (
     DataDependentOutput,
@@ -90,15 +90,12 @@ class StepRecorder(TorchDispatchMode):
         super().__init__()
         self.values = values
         self.mode = fakes()
-        self.events: list[Event] = []
         self.memory = MemoryLog()
         self.recording = self._collects = False
         self.actions = ActionRecorder(self.position, self._note)
-        self.last = Position(0, 0, 0)
-        self._first = 0  # changes of the memory at ``start``
-        self.comms = DifferenceLog()
+        self._last = 0  # number of entries of the step
+        self.comms = DifferenceLog(self._add)
         self.layers = Layers(self.position)
-        self._answered = 0  # records of the engine whose collectives have been answered
         self._optimizing = 0
         self._collectives = FakeCollectives(self._note, self.phase)
         self.updates: Counter[str] = Counter()  # of the step, by class of optimizer
@@ -136,40 +133,47 @@ class StepRecorder(TorchDispatchMode):
         gc.collect()
         self._collects = gc.isenabled()
         gc.disable()
-        self.events, self.recording, self.memory.event = [], True, 0
-        self._first = len(self.memory.changes)
-        self.comms.records.clear()
-        self._answered = 0
+        self.recording = True
+        self.memory.begin_step()
+        self.comms.unanswered = None
         self._collectives.count.clear()
 
     def stop(self) -> None:
         if self.recording:
-            self.last, self.recording = self.position() or self.last, False
+            self._last, self.recording = len(self.log), False
             if self._collects:
                 gc.enable()
 
-    def position(self) -> Position | None:
-        """Returns the present position in the step, or None while nothing is recorded."""
-        if not self.recording:
-            return None
-        changes = len(self.memory.changes) - self._first
-        return Position(len(self.events), changes, len(self.comms.records))
+    @property
+    def log(self) -> list[Any]:
+        """The entries of the step so far, see StepPart; changes of the memory without category."""
+        return self.memory.log
+
+    @property
+    def events(self) -> list[Event]:
+        return [e for e in self.log if isinstance(e, Event)]
+
+    def position(self) -> int | None:
+        """Returns the number of entries of the step, or None while nothing is recorded."""
+        return len(self.log) if self.recording else None
 
     def has_forward(self) -> bool:
-        return any(isinstance(e, Op) and e.phase == "forward" for e in self.events)
+        return any(isinstance(e, Op) and e.phase == "forward" for e in self.log)
 
-    def memory_of_step(self) -> tuple[Held, list[MemoryChange]]:
-        """Returns the bytes by category when the step began, and the changes since. Call it in the
-        world of the rank."""
+    def step(self) -> tuple[Held, list[Entry]]:
+        """Returns the bytes by category when the step began, and its entries. Call it in the world
+        of the rank."""
         for p in self.layers.parameters():
             self.memory.mark(_local(p), "parameters")
-        return self.memory.between(self._first, self._first + self.last.changes)
+        return self.memory.step(self._last)
 
     def _note(self, event: Event) -> None:
         self.memory.clock += 1
+        self._add(event)
+
+    def _add(self, entry: Entry) -> None:
         if self.recording:
-            self.events.append(event)
-            self.memory.event = len(self.events)
+            self.log.append(entry)
 
     def phase(self) -> str:
         if self._optimizing:
@@ -263,9 +267,7 @@ class StepRecorder(TorchDispatchMode):
         self.memory.clock += 1
 
     def _communicate(self, func: Any, args: Any, kwargs: Any) -> Any:
-        records = self.comms.records
-        new = records[-1] if len(records) > self._answered else None
-        self._answered = len(records)
+        new, self.comms.unanswered = self.comms.unanswered, None
         return self._collectives.answer(func, args, kwargs, new)
 
     def _read(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -30,7 +30,7 @@ from disttensor.simulate.recorder import StepRecorder, Values
 from disttensor.simulate.scratch_files import ScratchFiles
 from disttensor.simulate.shapes import add_known, begin_rank, known_since
 from disttensor.simulate.stand_ins import replace_functions
-from disttensor.simulate.templates import few
+from disttensor.simulate.templates import shorten
 from disttensor.simulate.world import fake, simulated_rank
 
 _PLACE = 1 << 20  # bytes by which a peak may depend on the place of a rank in a mesh
@@ -156,7 +156,7 @@ def _record(
     errors.warned.clear()
     quiet = contextlib.redirect_stdout(io.StringIO()) if rank else contextlib.nullcontext()
     short = contextlib.nullcontext() if not is_short else callbacks.set_during(
-        callbacks.choose_actions, lambda row: few(row, recorder.recording)
+        callbacks.choose_actions, lambda row: shorten(row, recorder.recording)
     )  # fmt: skip
     reads = watch_rank_reads()
     with recorder.running(), short, quiet:
@@ -164,10 +164,10 @@ def _record(
             program(recorder)
         except SystemExit as error:
             raise SimulationError(f"the program {_exit_of(error)} before the step ended") from None
-    held, changes = recorder.memory_of_step()
-    events, runs, log = recorder.events, recorder.actions.runs, recorder.comms
-    found = log.differences(events, runs)
-    parts = list(cut_step(runs, recorder.last, events, changes, log.records))
+    held, log = recorder.step()
+    runs = recorder.actions.runs
+    found = recorder.comms.differences(log, runs)
+    parts = list(cut_step(runs, log))
     texts = list(dict.fromkeys(f"{w.category.__name__}: {w.message}" for w in caught))
     if recorder.unknown:
         names = ", ".join(f"{name} ({line})" for name, line in recorder.unknown.items())
@@ -177,7 +177,7 @@ def _record(
         )
     return RankRun(
         rank, held, parts, runs, texts, recorder.layers.of_meshes(), files.written(),
-        dict(recorder.updates), log.exchanged, list(reads),
+        dict(recorder.updates), recorder.comms.exchanged, list(reads),
     ), found  # fmt: skip
 
 

@@ -1,5 +1,9 @@
 """Runs the ranks of a world that are needed, several at a time, and compares ranks that should do
-the same."""
+the same.
+
+The differences between ranks are found by running some of them: rank 0 first, then one rank of each
+kind known so far, until no run shows another difference.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,10 @@ from disttensor.checkpoint.tensor_file import rank_of
 from disttensor.errors import SimulationError
 from disttensor.simulate.child import Child
 from disttensor.simulate.kind import names_of
-from disttensor.simulate.kinds import Differences, representatives
+from disttensor.simulate.kinds import Differences
 from disttensor.simulate.rank_run import RankRun
 from disttensor.simulate.run_rank import compare
-from disttensor.simulate.templates import can_repeat, fill
+from disttensor.simulate.templates import can_extend, derive, derived_ranks, extend, is_alike
 
 _WHOLE = 8  # ranks: in a world up to this size all are compared, if the program reads its rank
 
@@ -22,14 +26,14 @@ Classes = list[list[RankRun]]  # runs that are alike
 
 
 class Runner:
-    """Runs the first rank with all of its micro-batches. If they are equal, the other ranks run
-    ``few`` of theirs, and the rest is derived.
+    """Runs the first rank with all of its micro-batches. If they are equal, the other ranks run a
+    ``short`` step, with some of theirs, and the rest is derived.
 
     files    bytes of the files that the program writes, and the ranks that write them, by path
     unknown  warnings: which ranks were not compared
 
     Args:
-        start: starts a rank, with few micro-batches or all.
+        start: starts a rank, with a short step or a whole one.
         before: is called before ranks are started.
     """
 
@@ -38,7 +42,7 @@ class Runner:
         before: Callable[[], None],
     ) -> None:  # fmt: skip
         self.start, self.before = start, before
-        self.few: bool | None = None  # not known yet
+        self.short: bool | None = None  # not known yet
         self.files: dict[str, tuple[int, tuple[int, ...]]] = {}
         self.unknown: list[str] = []
 
@@ -48,11 +52,11 @@ class Runner:
         """Returns the ranks of each kind, and the run of one of them. Raises SimulationError if
         ranks of a kind do not communicate alike."""
         while True:
-            found = representatives(world, wanted, self)
+            found = self._representatives(world, wanted)
             compared = self._compared(found, world, ranks_per_node)
             if compared is not None:
                 break
-            self.few = False  # micro-batches are not equal
+            self.short = False  # micro-batches are not equal
         out = []
         for (ranks, *_), classes in zip(found, compared, strict=True):
             known = {run.rank for runs in classes for run in runs}
@@ -65,24 +69,59 @@ class Runner:
                 out.append((mine, runs[0]))
         return out
 
-    def __call__(self, ranks: Sequence[int]) -> list[tuple[RankRun, Differences]]:
-        if self.few is None:
+    def _representatives(self, world: int, wanted: Iterable[int] | None) -> Found:
+        """Runs one rank of each kind. Of equal stages two are run, and the others are derived.
+
+        Returns:
+            For each kind: its ranks, the rank that was run, and its run.
+        """
+        known, results = Differences(), dict[int, RankRun]()
+        compared, excluded = set[tuple[int, int]](), set[int]()  # pairs of ranks; stages
+        asked = range(world) if wanted is None else set(wanted)
+        while True:
+            groups = [kept for g in known.groups(world) if (kept := [r for r in g if r in asked])]
+            missing = [g[0] for g in groups if not any(r in results for r in g)]
+            if not missing:
+                firsts = [next(r for r in g if r in results) for g in groups]
+                return [(g, r, results[r]) for g, r in zip(groups, firsts, strict=True)]
+            derived = {d.rank: d for d in derived_ranks(known.stages, known.work, groups, excluded)}
+            to_run = [r for r in missing if r not in derived]
+            for run, differences in self._steps(to_run):
+                results[run.rank] = run
+                known.update(differences)
+            for rank in () if to_run else missing:
+                one = derived[rank]
+                ends = results[one.first], results[one.last]
+                if (one.first, one.last) not in compared and not is_alike(*ends, one):
+                    excluded.add(one.suspect)
+                    break
+                compared.add((one.first, one.last))
+                try:
+                    results[rank] = derive(*ends, one)
+                except ValueError:
+                    excluded.add(one.stage)
+                    break
+
+    def _steps(self, ranks: Sequence[int]) -> list[tuple[RankRun, Differences]]:
+        """Returns the steps of ranks with all micro-batches: run, or derived from short ones."""
+        if self.short is None:
             first = self._run(ranks[:1], False)
-            self.few = can_repeat(first[0][0])
-            return [*first, *self(ranks[1:])] if ranks[1:] else first
-        found = self._run(ranks, self.few)
-        for i, (run, _) in enumerate(found) if self.few else ():
+            self.short = can_extend(first[0][0])
+            return [*first, *self._steps(ranks[1:])]
+        found = self._run(ranks, self.short)
+        for i, (run, differences) in enumerate(found) if self.short else ():
             try:
-                found[i] = fill(run), found[i][1]
+                found[i] = extend(run), differences
             except (ValueError, LookupError):  # this stage has to run all of them
                 (found[i],) = self._run([run.rank], False)
         return found
 
-    def _run(self, ranks: Sequence[int], few: bool) -> list[tuple[RankRun, Differences]]:
+    def _run(self, ranks: Sequence[int], short: bool) -> list[tuple[RankRun, Differences]]:
+        """Runs ranks, as many at once as there are cores."""
         out, at_once = [], len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
         for i in range(0, len(ranks), at_once):
             self.before()
-            children = [self.start(rank, few) for rank in ranks[i : i + at_once]]
+            children = [self.start(rank, short) for rank in ranks[i : i + at_once]]
             try:
                 out += [child.result() for child in children]
             finally:
@@ -96,23 +135,23 @@ class Runner:
 
         Returns:
             For each kind the runs, those that do the same in one list. None if runs differ because
-            few micro-batches were run.
+            short steps were run.
         """
         reads = dict.fromkeys(line for *_, run in found for line in run.reads)
         asked = [[*_chosen(*kind[:2], world, ranks_per_node)] if reads else [] for kind in found]
         ranks, first, _ = found[0]
         if not reads:
             asked[0] = [r for r in ranks if r != first][-1:]
-        if not any(asked) and self.few:
+        if not any(asked) and self.short:
             asked[0] = [first]
-        runs = iter(self([r for others in asked for r in others]) if any(asked) else ())
+        runs = iter(self._steps([r for others in asked for r in others]))
         out: list[Classes] = []
         for (members, _, run), others in zip(found, asked, strict=True):
             classes = [[run]]
             for _ in others:
                 other, _ = next(runs)
                 alike = self._find(classes, other, bool(reads))
-                if self.few and (alike is not classes[0] or not other.has_peak_of(run)):
+                if self.short and (alike is not classes[0] or not other.has_peak_of(run)):
                     return None
                 if alike is None:
                     classes.append([other])
@@ -130,11 +169,11 @@ class Runner:
 
     def _find(self, classes: Classes, other: RankRun, reads: bool) -> list[RankRun] | None:
         """Returns the runs that do the same as ``other``. Raises SimulationError if its
-        communication differs, unless few micro-batches were run."""
+        communication differs, unless short steps were run."""
         try:
             return next((runs for runs in classes if compare(runs[0], other, reads)), None)
         except SimulationError:
-            if not self.few:
+            if not self.short:
                 raise
             return None
 

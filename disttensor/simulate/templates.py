@@ -6,7 +6,7 @@ action stands in a schedule, and the step of a rank follows from the order of it
 *Equal micro-batches*: an action depends on its neighbours in the schedule: on the kinds of the
 actions before and after it, and on whether it is the first, the second or the last of its kind.
 These facts are its *situation*. A run in which each situation of the schedule occurs once shows the
-whole step (``fill``).
+whole step: the program runs a *short* step, from which ``extend`` makes the whole one.
 
 *Equal stages*: stages with the same parameters, whose modules make the same calls, do the same for
 a micro-batch. Between consecutive stages only layer names, rank numbers and message tags change,
@@ -25,9 +25,10 @@ from typing import Any
 from disttensor.comm import p2p
 from disttensor.comm.log import CommRecord
 from disttensor.pipeline.action import Action
-from disttensor.simulate.events import Collective, Event, Label, Message, Name, Op, Wait
+from disttensor.simulate.events import Collective, Label, Message, Name, Op, Wait
 from disttensor.simulate.layers import counterparts, renamed
-from disttensor.simulate.rank_run import Grid, RankRun, StepPart
+from disttensor.simulate.memory import MemoryChange
+from disttensor.simulate.rank_run import Entry, Grid, RankRun, StepPart
 
 _OTHERS = 2  # actions of a kind up to this number have situations of their own
 _KEPT = 0.001  # of the memory at the end: a program may keep as much of each step, as losses
@@ -35,19 +36,7 @@ _KEPT = 0.001  # of the memory at the end: a program may keep as much of each st
 # Equal micro-batches ------------------------------------------------------------------------------
 
 
-def situations(row: Iterable[Action]) -> list[Hashable]:
-    """Returns the situation of each action of a stage."""
-    kinds = [(a.kind, a.chunk) for a in row]
-    left, seen = Counter(kinds), Counter[Any]()
-    out: list[Hashable] = []
-    for before, kind, after in zip([None, *kinds], kinds, [*kinds[1:], None], strict=False):
-        left[kind] -= 1
-        out.append((before, kind, after, min(seen[kind], _OTHERS), left[kind] > 0))
-        seen[kind] += 1
-    return out
-
-
-def few(row: Sequence[Action], recorded: bool = True) -> Sequence[Action]:
+def shorten(row: Sequence[Action], recorded: bool = True) -> Sequence[Action]:
     """Returns the actions of a stage without micro-batches that need not run. In a step that is not
     ``recorded`` only the micro-batches at the ends run."""
     numbers = sorted({a.micro_batch for a in row})
@@ -63,24 +52,24 @@ def few(row: Sequence[Action], recorded: bool = True) -> Sequence[Action]:
     return row
 
 
-def can_repeat(run: RankRun) -> bool:
-    """Returns True if few of the micro-batches of this run may show all of them."""
+def can_extend(run: RankRun) -> bool:
+    """Returns True if a short step of this run may show the whole one."""
     runs = [one for one in run.runs if one.grids]
     if not all(one.has_equal_transfers for one in runs):
         return False
-    if all(len(few(one.row)) == len(one.row) for one in runs):
+    if all(len(shorten(one.row)) == len(one.row) for one in runs):
         return False
     with suppress(ValueError, LookupError):  # this stage has to run all of them; others may not
-        return _Filling(run).run.events == run.events
+        return _Extension(run).run.events == run.events
     return True
 
 
-def fill(run: RankRun) -> RankRun:
-    """Returns the step with all micro-batches from a run with few. Raises ValueError or LookupError
-    if an action uses a storage or a work that its template received from elsewhere."""
+def extend(run: RankRun) -> RankRun:
+    """Returns the step with all micro-batches from a short one. Raises ValueError or LookupError if
+    an action uses a storage or a work that its template received from elsewhere."""
     if all(len(one.begins) == len(one.row) for one in run.runs if one.grids):
         return run
-    out = _Filling(run).run
+    out = _Extension(run).run
     more, held = Counter(out.memory.curve[-1][1]), run.memory.curve[-1][1]
     more.subtract(held)
     if max(map(abs, more.values())) > _KEPT * sum(held.values()):
@@ -88,8 +77,9 @@ def fill(run: RankRun) -> RankRun:
     return out
 
 
-class _Filling:
-    """Fills the step of ``given``. ``places``: where each of its parts stands in the step."""
+class _Extension:
+    """Builds the step ``run`` with all micro-batches from the short step ``given``. ``places``:
+    where each part of the short step stands in the whole one."""
 
     def __init__(self, given: RankRun) -> None:
         self.run = replace(given, parts=[])
@@ -143,8 +133,16 @@ class _Filling:
                 return [((number, here(made)), nth)]
             return [(place, nth) for place in self.places.get((number, made), ())]
 
-        out = StepPart(part.run, action, [], [], part.comms)
-        for e in part.events:
+        out = StepPart(part.run, action, [])
+        for e in part.log:
+            if isinstance(e, MemoryChange):
+                blocks = names(e.block)
+                alive = [b for b in blocks if isinstance(b, int) or self.alive[b] >= -e.nbytes]
+                if blocks and not alive:
+                    raise ValueError(f"{e} frees a storage that does not exist")
+                self.alive.update(dict.fromkeys(alive, e.nbytes))
+                out.log.extend(e._replace(block=b) for b in alive)
+                continue
             if isinstance(e, Collective | Message | Wait):
                 e = e._replace(work=names(e.work)[-1])
                 if isinstance(e, Wait) and e.work not in self.started:
@@ -155,15 +153,20 @@ class _Filling:
                 a, b = part.action.micro_batch, action.micro_batch
                 tag = p2p.tag_in_channel(e.tag, (a + 1, tags[a]), (b + 1, tags[b]))
                 e = e._replace(tag=tag)
-            out.events.append(e)
-        for change in part.changes:
-            blocks = names(change.block)
-            alive = [b for b in blocks if isinstance(b, int) or self.alive[b] >= -change.nbytes]
-            if blocks and not alive:
-                raise ValueError(f"{change} frees a storage that does not exist")
-            self.alive.update(dict.fromkeys(alive, change.nbytes))
-            out.changes.extend(change._replace(block=b) for b in alive)
+            out.log.append(e)
         self.run.parts.append(out)
+
+
+def situations(row: Iterable[Action]) -> list[Hashable]:
+    """Returns the situation of each action of a stage."""
+    kinds = [(a.kind, a.chunk) for a in row]
+    left, seen = Counter(kinds), Counter[Any]()
+    out: list[Hashable] = []
+    for before, kind, after in zip([None, *kinds], kinds, [*kinds[1:], None], strict=False):
+        left[kind] -= 1
+        out.append((before, kind, after, min(seen[kind], _OTHERS), left[kind] > 0))
+        seen[kind] += 1
+    return out
 
 
 # Equal stages -------------------------------------------------------------------------------------
@@ -249,14 +252,15 @@ def derive(first: RankRun, last: RankRun, rank: DerivedRank) -> RankRun:
     rename = cache(partial(renamed, names=counterparts(*layers)))
     parts = []
     for label in first.labels(rank.stage):
-        a, b = mine[label], its[label]
-        events = [_event(x, y, rank, rename) for x, y in zip(a.events, b.events, strict=True)]
-        comms = [_record(x, y, rank) for x, y in zip(a.comms, b.comms, strict=True)]
-        parts.append(a._replace(events=events, comms=comms))
+        a, b = ([e for e in part[label].log if not isinstance(e, MemoryChange)]
+                for part in (mine, its))  # fmt: skip
+        events = iter([_event(x, y, rank, rename) for x, y in zip(a, b, strict=True)])
+        log = [e if isinstance(e, MemoryChange) else next(events) for e in mine[label].log]
+        parts.append(mine[label]._replace(log=log))
     return replace(first, rank=rank.rank, warnings=[], layers={}, parts=parts)
 
 
-def _event(a: Event, b: Event, rank: DerivedRank, rename: Callable[[str], str]) -> Event:
+def _event(a: Entry, b: Entry, rank: DerivedRank, rename: Callable[[str], str]) -> Entry:
     """Raises ValueError if the two differ in more than layers, numbers and process groups."""
     own: dict[str, Any] = {}  # of the derived rank
     if isinstance(a, Op) and a.layer:
@@ -266,16 +270,10 @@ def _event(a: Event, b: Event, rank: DerivedRank, rename: Callable[[str], str]) 
     elif isinstance(a, Collective) and isinstance(b, Collective):
         ranks = zip(a.ranks, b.ranks, strict=True)
         own = {"ranks": tuple(rank.interpolate(x, y) for x, y in ranks), "group": a.group}
-    if type(a) is not type(b) or a._replace(**{f: getattr(b, f) for f in own}) != b:
+    elif isinstance(a, CommRecord) and isinstance(b, CommRecord) and a.axis != b.axis:
+        ends = zip(a.axis.split(" -> "), b.axis.split(" -> "), strict=True)
+        own = {"axis": " -> ".join(str(rank.interpolate(int(x), int(y))) for x, y in ends)}
+    changed: Any = replace if isinstance(a, CommRecord) else type(a)._replace
+    if type(a) is not type(b) or changed(a, **{f: getattr(b, f) for f in own}) != b:
         raise ValueError(f"{a} and {b}")
-    return a._replace(**own) if own else a
-
-
-def _record(a: CommRecord, b: CommRecord, rank: DerivedRank) -> CommRecord:
-    """Raises ValueError if the axes differ and are no numbers."""
-    if a == b:
-        return a
-    if replace(b, axis=a.axis) != a:
-        raise ValueError(f"{a} and {b}")
-    ends = zip(a.axis.split(" -> "), b.axis.split(" -> "), strict=True)
-    return replace(a, axis=" -> ".join(str(rank.interpolate(int(x), int(y))) for x, y in ends))
+    return changed(a, **own) if own else a

@@ -47,7 +47,7 @@ def measured(
             step()
     finally:
         torch.set_default_dtype(dtype)
-    memory = summary(*recorder.memory_of_step())
+    memory = summary(*recorder.step())
     return list(comms), counter.get_total_flops(), memory, recorder.held
 
 

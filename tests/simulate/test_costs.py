@@ -234,6 +234,7 @@ def test_memory_is_of_a_category_by_what_becomes_of_it():
     log.see(gone, "forward")
     log.see(kept, "forward")
     log.mark(kept, "parameters")
+    log.begin_step()
     log.clock = 1
     saved = torch.empty(40, dtype=torch.uint8)
     log.see(saved, "forward")
@@ -246,7 +247,7 @@ def test_memory_is_of_a_category_by_what_becomes_of_it():
     log.see(grad, "backward")
     log.backwards.append(5)
     log.clock = 6
-    memory = summary(*log.between(2, len(log.changes)))
+    memory = summary(*log.step(len(log.log)))
     assert memory.peak == 150 and memory.where.startswith(__file__)
     held = {name: n for name, n in memory.at_peak.items() if n}
     assert held == {"parameters": 100, "activations": 40, "other": 10}

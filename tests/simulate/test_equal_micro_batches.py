@@ -31,7 +31,7 @@ def ran(monkeypatch):
 
 def every_micro_batch(monkeypatch, build, world):
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "can_repeat", lambda _: False)
+        patch.setattr(runner, "can_extend", lambda _: False)
         return simulate(build, world=world)
 
 
@@ -155,15 +155,15 @@ def test_where_one_micro_batch_needs_more_memory_for_a_moment_all_are_run(
 def test_few_micro_batches_come_to_all_situations_and_to_the_last_backward(schedule) -> None:
     chunks = 2 if NAMES[schedule].needs_stages else 1
     for row in named(schedule, 4, 16, chunks).orders:
-        rest = templates.few(row)
+        rest = templates.shorten(row)
         kept = {a.micro_batch for a in rest}
         assert list(rest) == [a for a in row if a.micro_batch in kept]
         assert set(templates.situations(row)) <= set(templates.situations(rest))
         assert row[0] in rest
         for chunk in range(chunks):
             assert [a for a in row if a.kind != "F" and a.chunk == chunk][-1] in rest
-    assert len(templates.few(pipeline.gpipe(4, 64).orders[0])) == 4 * 2
-    assert 15 in {a.micro_batch for a in templates.few(pipeline.one_f_one_b(16, 16).orders[4])}
+    assert len(templates.shorten(pipeline.gpipe(4, 64).orders[0])) == 4 * 2
+    assert 15 in {a.micro_batch for a in templates.shorten(pipeline.one_f_one_b(16, 16).orders[4])}
 
 
 def test_the_tag_of_a_transfer_in_another_channel() -> None:

@@ -13,7 +13,7 @@ from disttensor.simulate import simulate, templates
 from disttensor.simulate.events import Gradient
 from tests.simulate.gpt_training import build as build_gpt
 
-kinds = importlib.import_module("disttensor.simulate.kinds")
+runner = importlib.import_module("disttensor.simulate.runner")
 run = importlib.import_module("disttensor.simulate.run")
 
 
@@ -28,7 +28,7 @@ def ran(monkeypatch):
 def every_stage(monkeypatch, build, world):
     """The report where nothing follows from anything."""
     with monkeypatch.context() as patch:
-        patch.setattr(kinds, "derived_ranks", lambda *_: [])
+        patch.setattr(runner, "derived_ranks", lambda *_: [])
         return simulate(build, world=world)
 
 
