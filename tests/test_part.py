@@ -31,7 +31,7 @@ class Case:
         return self.is_quick or None
 
 
-def test_five_commits_run_each_case_once_and_the_quick_ones_always(
+def test_five_turns_run_each_case_once_and_the_quick_ones_always(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cases = [Case(number) for number in range(300)]

@@ -1,6 +1,6 @@
 """What a run takes of tests that are many: the part 0, or the part of a number, as ``PART=17``;
-``EVERYTHING=1`` runs all. CI runs the quick tests and one in ``SHARE`` of the other ones, for each
-commit (``TURN``) other ones.
+``EVERYTHING=1`` runs all. CI runs the quick tests and one in ``SHARE`` of the other ones, which the
+commit chooses (``TURN``).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def seeds(count: int) -> range:
 
 
 def of_other_turns(items: Iterable[pytest.Item]) -> set[pytest.Item]:
-    """Returns the cases that this run leaves to the runs of the next ``SHARE`` - 1 commits."""
+    """Returns the cases that this run leaves to runs of the other ``SHARE`` - 1 turns."""
     return {
         item
         for item in items
