@@ -21,8 +21,7 @@ from disttensor.checkpoint.tensor_file import Reader, file_of, write_pieces
 from disttensor.checkpoint.values_file import SavedValues, file_of_values, read_values
 from disttensor.checks import check_bool, check_int, check_type
 from disttensor.comm import compare_programs, objects
-from disttensor.comm.groups import Group, new_group
-from disttensor.comm.process_group import world
+from disttensor.comm.groups import Group, world_group
 from disttensor.errors import MismatchError
 from disttensor.progress import Advance, bar, show_nothing
 from disttensor.random import counter
@@ -261,7 +260,7 @@ def _copies(
 def _group(purpose: str = "") -> Group:
     """Returns a group of all ranks with its own communicator, because the program may continue in
     another thread. The background writer has a separate one."""
-    return new_group(range(world()[1]), ("world",), f"checkpoint{purpose}")
+    return world_group(f"checkpoint{purpose}")
 
 
 def _facts(

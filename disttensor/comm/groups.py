@@ -109,9 +109,9 @@ def new_group(ranks: Sequence[int], axes: Sequence[str], purpose: str = "") -> G
     return Group(ranks, index, axes, process_group(members, axes, purpose), purpose)
 
 
-def world_group() -> Group:
+def world_group(purpose: str = "") -> Group:
     """Returns the group of all ranks."""
-    return new_group(range(world()[1]), ("world",))
+    return new_group(range(world()[1]), ("world",), purpose)
 
 
 def process_group(

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from disttensor.comm import collectives, objects
-from disttensor.comm.groups import Group, new_group
-from disttensor.comm.process_group import world
+from disttensor.comm.groups import world_group
 from disttensor.core.placement import neutral_element
 from disttensor.core.spec import spec_of
 from disttensor.data.entries import (
@@ -29,6 +28,7 @@ from disttensor.pytree import Path
 from disttensor.tensor.dist_tensor import wrap
 
 Tensor = torch.Tensor
+PURPOSE = "loader"  # of communicators that the program does not use: a thread may load in advance
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Placed:
             local = torch.empty(shape, dtype=x.dtype, device=mesh.device)
         if not self.load_once or not axes:
             return local
-        return collectives.broadcast(local.to(mesh.device), 0, mesh.group(axes, "loader"))
+        return collectives.broadcast(local.to(mesh.device), 0, mesh.group(axes, PURPOSE))
 
 
 def _cut(x: Tensor, summand: bool, rows: BatchRows, first: int, stop: int) -> Tensor:
@@ -196,16 +196,11 @@ def _crc(data: Tensor, start: int = 0) -> int:
     return zlib.crc32(array, start)
 
 
-def loader_group() -> Group:
-    """Returns a communicator that the program does not use, as a thread may load in advance."""
-    return new_group(range(world()[1]), ("world",), "loader")
-
-
 def exchange(number: int, load: Callable[[], tuple[tuple[int, str], Any, Digests]]) -> Any:
     """Exchanges the facts of a batch between all ranks, and returns its format. ``load`` returns
     (samples and digest of the indices, format, digests of replicas), and its error is raised on all
     ranks, as is an error if facts differ."""
-    group = loader_group()
+    group = world_group(PURPOSE)
     everyone = objects.gather_results(f"shard_loader: batch {number}", group, load, any_class=True)
     seen: dict[Any, tuple[int, int]] = {}
     for rank, (theirs, *_) in zip(group.ranks, everyone, strict=True):

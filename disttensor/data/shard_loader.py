@@ -18,12 +18,13 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from disttensor.checks import check_bool
+from disttensor.comm.groups import world_group
 from disttensor.data.batch import (
+    PURPOSE,
     BatchFormat,
     Digests,
     Placed,
     exchange,
-    loader_group,
     replica_digests,
 )
 from disttensor.data.entries import Places, entries, is_first_replica, replica_axes
@@ -92,10 +93,10 @@ class ShardedLoader:
             kept |= {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
             kept |= {"timeout": 0, "multiprocessing_context": None}
         self._local: Any = DataLoader(batch_sampler=self._orders, **kept)
-        loader_group()  # here, and not in a thread beside the program, which may create others
+        world_group(PURPOSE)  # made here: later a thread may load while the program makes groups
         for place in self.places.values():
             if load_once and place[0].coordinate is not None and (axes := replica_axes(*place)):
-                place[0].group(axes, "loader")
+                place[0].group(axes, PURPOSE)
         self._running: WeakValueDictionary[int, _Epoch] = WeakValueDictionary()
         self._epochs, self._last = 0, ""  # epochs that have begun; digest of the last complete one
         self._position = LoaderPosition()
@@ -171,7 +172,7 @@ class ShardedLoader:
 
     def _new_order(self, begin: LoaderPosition) -> Order:
         """Returns the order of an epoch. Calls the sampler and draws as torch does in one process,
-        on each rank alike: a rank that loads nothing has no workers, and those of a run that
+        on each rank alike: a rank that loads nothing has no workers, and the workers of a run that
         continues have started later."""
         loader = self.loader
         order = Order(loader.batch_sampler, self._orders.places, begin)

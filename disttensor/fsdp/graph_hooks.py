@@ -34,7 +34,8 @@ from disttensor.torch_private import (
 )
 
 Tensor = torch.Tensor
-_KEPT = 64  # forwards of a segment whose nodes are kept separately
+_KEPT = 64  # forwards of a segment, in one thread, whose nodes are kept separately
+_THREADS = 4096  # each micro-batch of a pipeline has a thread, as long as its forward is paused
 _COUNT = "disttensor.count"  # on the node of a result of a forward: the count of its thread
 
 
@@ -87,7 +88,7 @@ class SegmentForward:
                 numbers.append((first, last))
             if len(numbers) > _KEPT:
                 numbers[:2] = [(numbers[0][0], numbers[1][1])]
-            if len(self.numbers) > _KEPT:  # the thread that has made nodes least recently
+            if len(self.numbers) > _THREADS:  # the thread that has made nodes least recently
                 del self.numbers[next(iter(self.numbers))]
         self._made_nodes |= last > first
         return True
@@ -198,7 +199,8 @@ def _by_count(
     Raises RuntimeError, as on all ranks, if several threads ran the forwards: autograd would run
     their nodes in another order on each rank."""
     own, is_whole = graph_count(start)
-    if is_whole or all(count == own for forward in of_segments for count in forward.numbers):
+    # a copy of the counts: other threads may add theirs meanwhile
+    if is_whole or all({own}.issuperset([*forward.numbers]) for forward in of_segments):
         return {own: nodes}
     results = [node for node in nodes if _COUNT in node.metadata]
     counts = {node.metadata[_COUNT] for node in results}

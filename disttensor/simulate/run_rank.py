@@ -109,8 +109,8 @@ def start_rank(
     program: Program, rank: int, world: int, values: Values, ranks_per_node: int, device: Device,
     is_short: bool = False, result: Callable[[RankRun, Differences], Any] = lambda *both: both,
 ) -> Child[Any]:  # fmt: skip
-    """Starts ``program`` as one rank, in a process of its own. The result of the process is that of
-    ``result(run, differences)``, by default the two: the recorded step, and the differences between
+    """Starts ``program`` as one rank, in a process of its own. The process returns
+    ``result(run, differences)``, by default both: the recorded step, and the differences between
     ranks that the step shows.
 
     Args:

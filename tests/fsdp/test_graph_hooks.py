@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from threading import Thread
+
 import pytest
 import torch
 
 from disttensor import callbacks
 from disttensor.autograd import token
-from disttensor.autograd.starts import node_count
+from disttensor.autograd.starts import count_of_graphs, node_count
 from disttensor.fsdp import graph_hooks
 from disttensor.fsdp.graph_hooks import SegmentForward, follow
 
@@ -113,6 +115,20 @@ def test_a_backward_that_failed_leaves_no_hook(told: Told) -> None:
         told.backward(y, retain_graph=True)
     hook.remove()
     assert told.backward(y) == ["enter b", "leave b", "enter a", "leave a"]
+
+
+def test_each_paused_micro_batch_may_have_its_own_thread(told: Told) -> None:
+    def forward() -> None:
+        results.append((node_count(), told.forward("a", leaf() * 1)))
+
+    results: list[tuple[int, Tensor]] = []
+    for _ in range(graph_hooks._KEPT + 9):
+        thread = Thread(target=forward)
+        thread.start()
+        thread.join()
+    count, y = results[0]
+    with count_of_graphs(count):
+        assert told.backward(y) == ["enter a", "leave a"]
 
 
 def test_old_forwards_are_kept_as_one(told: Told) -> None:
