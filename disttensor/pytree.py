@@ -55,7 +55,7 @@ class Uncacheable(Exception):
     """Raised for an argument that cannot be part of a key; the message names its class."""
 
 
-def key_of_contents(value: Any, key_of_tensor: Callable[[Any], Any], tensor: type = Tensor) -> Any:
+def key_of_contents(value: Any, key_of_tensor: Callable[[Any], Any], tensor: Any = Tensor) -> Any:
     """Returns a key of constants by class and value, containers by their contents, and values of
     class ``tensor`` by ``key_of_tensor``. Raises Uncacheable for other objects."""
     kind = type(value)

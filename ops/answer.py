@@ -132,7 +132,7 @@ def answer(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     torch are kept: each mesh needs the same. Functions of others are asked each time.
     """
     args, kwargs = substitute((tuple(args), kwargs), bare, TENSORS)
-    key = key_of_call(func, args, kwargs, surroundings())
+    key = key_of_call(func, args, kwargs, collect((args, kwargs), [], Bare), surroundings())
     known: CallMetadata | None = None if key is None else KNOWN.get(key)
     if known is None:
         known = _find(func, args, kwargs)
@@ -156,18 +156,16 @@ def bare(x: Any) -> Bare:
 _CPU = torch.device("cpu")
 
 
-def key_of_call(func: Any, args: Any, kwargs: Any, around: Any) -> Any:
-    """Returns the key of an answer; None if it must not be kept."""
+def key_of_call(func: Any, args: Any, kwargs: Any, tensors: Sequence[Bare], around: Any) -> Any:
+    """Returns the key of an answer about a call with these tensors in place of its Args or Bares;
+    None if it must not be kept."""
     if not is_torch(func):
         return None
+    each = iter(tensors)
     try:
-        return func, key_of_contents((args, kwargs), _itself, Bare), around
+        return func, key_of_contents((args, kwargs), lambda _: next(each), (Arg, Bare)), around
     except Uncacheable:
         return None
-
-
-def _itself(x: Any) -> Any:
-    return x
 
 
 def is_torch(func: Any) -> bool:

@@ -16,6 +16,7 @@ A rule's own function has the answer of the torch function that it replaces.
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Callable, Sequence
@@ -32,10 +33,8 @@ from disttensor.torch_private import (
 )
 from ops.answer import (
     KNOWN,
-    TENSORS,
     Bare,
     DrawDetector,
-    bare,
     default_generator,
     is_torch,
     key_of_call,
@@ -58,6 +57,7 @@ _OF_KERNELS = re.compile(  # errors that no kernel for ``meta`` raises, or not i
     "not implemented for|scalar type|dtype|can't be cast|result type|floating point|boolean|complex"
     "|multiple times|non-zero size|used as indices|bool input"
 )
+_META = torch.device("meta")
 _MOST = 1 << 16  # elements of the tensors of the second question
 
 
@@ -112,57 +112,52 @@ def check_call(
     """
     if not is_torch(func) or _is_private(func):
         return None
+    tensors: list[Arg] = collect((args, kwargs), [], Arg)
     elementwise = factors is not None and _is_elementwise(factors)
-    found = None if elementwise else shared_without_data(func, args, kwargs)
-    if any(x.dtype is None for x in collect((args, kwargs), [], Arg)):
-        return found
-    sizes = iter(_one_element(factors, collect((args, kwargs), [], Arg)))
-
-    def small(x: Arg) -> Bare:
-        return Bare(next(sizes), x.dtype or torch.float32, torch.device(device), None)
-
-    args, kwargs = substitute((tuple(args), kwargs), small, Arg)
-    given = {x.dtype for x in collect((args, kwargs), [], Bare) if x.dtype.is_floating_point}
+    found = None if elementwise else shared_without_data(func, args, kwargs, tensors)
+    dtypes = [x.dtype for x in tensors]
     own = factors is not None and factors.local is not None and factors.local not in ANYWHERE
-    if own and len(given) > 1:
+    if None in dtypes or (own and len({d for d in dtypes if d.is_floating_point}) > 1):
         return found  # the rule's own function may join the dtypes
-    of_one = _asked(func, args, kwargs, surroundings(), _ones if elementwise else _indices)
+    small = [
+        Bare(shape, dtype, torch.device(device), None)
+        for shape, dtype in zip(_one_element(factors, tensors), dtypes, strict=True)
+    ]
+    of_one = _asked(func, args, kwargs, small, surroundings(), _ones if elementwise else _indices)
     return found or of_one
 
 
-def shared_without_data(func: Function, args: Sequence[Any], kwargs: Any) -> Shared | None:
+def shared_without_data(
+    func: Function, args: Sequence[Any], kwargs: Any, tensors: Sequence[Arg] | None = None
+) -> Shared | None:
     """Returns the answer of torch for tensors on ``meta``. Raises torch's error. Autocast, which
-    joins dtypes, does not see these tensors: they have one dtype instead."""
-    casts = autocast_is_on()
-
-    def without_data(x: Any) -> Bare:
-        found = bare(x)
-        joined = casts and found.dtype.is_floating_point
-        return found._replace(dtype=torch.float32) if joined else found
-
-    args, kwargs = substitute((tuple(args), kwargs), without_data, TENSORS)
-    return _asked(func, args, kwargs, torch.get_default_dtype(), _empty)
+    joins dtypes, does not see these tensors: they have one dtype instead. ``tensors``: the Args of
+    the call, if they are at hand."""
+    casts, whole = autocast_is_on(), []
+    for x in collect((args, kwargs), [], Arg) if tensors is None else tensors:
+        dtype = x.dtype or torch.float32
+        dtype = torch.float32 if casts and dtype.is_floating_point else dtype
+        whole.append(Bare(x.shape, dtype, _META, None))
+    return _asked(func, args, kwargs, whole, torch.get_default_dtype(), _empty)
 
 
 def _asked(
-    func: Function, args: Any, kwargs: Any, around: Any, make: Callable[[Bare], Tensor]
-) -> Shared | None:
-    key = key_of_call(func, args, kwargs, (make, around))
+    func: Function, args: Any, kwargs: Any, tensors: Sequence[Bare], around: Any,
+    make: Callable[[Bare], Tensor],
+) -> Shared | None:  # fmt: skip
+    """Returns the answer of torch for ``make(x)`` of each of ``tensors`` in place of the Args."""
+    key = key_of_call(func, args, kwargs, tensors, (make, around))
     if key is not None and key in KNOWN:
         known: Shared | None = KNOWN[key]
         return known
-    given: list[Tensor] = []
-
-    def made(x: Bare) -> Tensor:
-        given.append(make(x))
-        return given[-1]
-
     with (
         no_function_mode(), torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings()
     ):  # fmt: skip
         warnings.simplefilter("ignore")  # the call itself warns
         with no_dispatch():
-            args, kwargs = substitute((args, kwargs), made, Bare)
+            given = [make(x) for x in tensors]
+            each = iter(given)
+            args, kwargs = substitute((args, kwargs), lambda _: next(each), Arg)
             args = [_other_generator(x) for x in args]
             kwargs = {name: _other_generator(x) for name, x in kwargs.items()}
         draws = _Draws(given[0].device if given else torch.device("cpu"))
@@ -246,11 +241,7 @@ def _one_element(f: Factors | None, tensors: Sequence[Arg]) -> list[tuple[int, .
             tuple([n if x in whole else min(n, 1) for x, n in zip(dims, t.shape, strict=True)])
             for dims, t in zip(f.inputs, tensors, strict=True)
         ]
-    if sum(map(_numel, shapes)) > _MOST:
+    if sum(map(math.prod, shapes)) > _MOST:
         most = [12 if f is not None and t.ndim < 3 else 1 for t in tensors]
         shapes = [tuple([min(n, m) for n in s]) for s, m in zip(shapes, most, strict=True)]
     return shapes
-
-
-def _numel(shape: Sequence[int]) -> int:
-    return torch.Size(shape).numel()

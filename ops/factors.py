@@ -170,17 +170,16 @@ class Factors:
                     raise NoRule(f"sizes of one letter do not fit: {found[letter]} and {n}")
         return self.replace(sizes={**self.sizes, **found}) if found else self
 
-    def output_shapes(self) -> tuple[tuple[int, ...], ...]:
-        return self.shapes if self.shapes is not None else self.shapes_for(self.sizes)
-
-    def shapes_for(self, sizes: Mapping[Letter, int]) -> tuple[tuple[int, ...], ...]:
-        """Returns the shapes of the outputs if the letters have these sizes."""
-
-        def size(dim: Any) -> int:
-            return math.prod([sizes[x] for x in dim]) if type(dim) is tuple else sizes[dim]
-
+    def output_shapes(
+        self, sizes: Mapping[Letter, int] | None = None
+    ) -> tuple[tuple[int, ...], ...]:
+        """Returns the shapes of the outputs; ``sizes``: of the letters in place of their own."""
+        if self.shapes is not None:
+            return self.shapes
+        n = {**(self.sizes if sizes is None else sizes), None: 1}
         return tuple([
-            tuple([1 if dim is None else size(dim) for dim in dims]) for dims in self.outputs
+            tuple([math.prod([n[x] for x in d]) if type(d) is tuple else n[d] for d in dims])
+            for dims in self.outputs
         ])  # fmt: skip
 
 

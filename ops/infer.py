@@ -14,7 +14,7 @@ from ops.check_call import check_call
 from ops.factors import Arg, Factors, NoRule
 from ops.promotion import fit_dtypes
 from ops.propagation import Decision, assign
-from ops.registry import RULES, Rule
+from ops.registry import RULES
 from ops.signatures import form_of
 
 
@@ -35,9 +35,9 @@ def decide(
     tensors: Sequence[Arg],
     mesh_shape: Axes,
     device: str = "cpu",
-) -> tuple[Rule, Factors, Decision | None]:
-    """Returns the rule of a call in its one form, its factors, and the decision (None: not in place
-    as asked). ``tensors`` are the Args of the call in order. Raises NoRule."""
+) -> tuple[Factors, Decision | None]:
+    """Returns the factors of a call in its one form, and the decision (None: not in place as
+    asked). ``tensors`` are the Args of the call in order. Raises NoRule."""
     rule = RULES.get(func)
     if rule is None:
         raise NoRule(f"{getattr(func, '__name__', func)} has no rule")
@@ -60,7 +60,7 @@ def decide(
         if found and not rule.inplace and len(found.views) == len(factors.outputs):
             factors = factors.replace(views=found.views)
     factors = fit_dtypes(func, args, kwargs, tensors, factors)
-    return rule, factors, assign(factors, tensors, mesh_shape, fixed=rule.inplace)
+    return factors, assign(factors, tensors, mesh_shape, fixed=rule.inplace)
 
 
 def infer(
@@ -83,7 +83,7 @@ def infer(
     args, kwargs = substitute((tuple(form.args), form.kwargs), place, Arg)
     n = len(mesh_shape)
     try:
-        _, factors, decision = decide(func, args, kwargs, tensors, mesh_shape)
+        factors, decision = decide(func, args, kwargs, tensors, mesh_shape)
     except NoRule:
         whole = tuple(replicated(t.ndim).placements(n) for t in tensors)
         return Inferred(whole, whole[:1], ())

@@ -52,7 +52,7 @@ class Layout:
 
     def varies(self) -> frozenset[int]:
         """Returns the mesh axes over which locals differ: sharded or partial."""
-        return self.sharded | self.partial_axes
+        return frozenset([a for axes in (*self.dims, [a for a, _ in self.partial]) for a in axes])
 
     def dim_of(self, axis: int) -> int | None:
         """Returns the dim that ``axis`` splits, or None."""

@@ -38,13 +38,15 @@ INTERCEPTORS: list[Function] = []
 
 
 def dispatch(
-    cls: type, func: Function, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-) -> Any:
-    """Implements ``DistTensor.__torch_function__`` where C does not."""
+    cls: type, func: Function, types: Any, args: Sequence[Any] = (), kwargs: Any = None,
+    key: Any = None,
+) -> Any:  # fmt: skip
+    """Implements ``DistTensor.__torch_function__`` where C does not. ``key``: of the call, if it is
+    known."""
     if INTERCEPTORS and TRACERS.names:
         return INTERCEPTORS[0](func, args, kwargs or {})
     try:
-        key = _key(func, args, kwargs)
+        key = key or _key(func, args, kwargs)
     except Uncacheable:
         for t in collect((args, kwargs or {}), []):
             if isinstance(t, DistTensor):
@@ -91,7 +93,7 @@ def first_call(func: Function, args: Sequence[Any], kwargs: Any) -> tuple[Any, P
         key = _key(func, args, kwargs)
     except Uncacheable:
         return dispatch(DistTensor, func, (), args, kwargs), None
-    result = dispatch(DistTensor, func, (), args, kwargs)
+    result = dispatch(DistTensor, func, (), args, kwargs, key)
     planned = _known(key)
     if type(planned) is CallPlan and not (planned.is_checked or planned.reduce_first):
         return result, None
@@ -115,7 +117,7 @@ def _call(func: Function, key: Any) -> CallSignature:
     is no other rank to compare with."""
     meshes = meshes_in(key)
     mesh = meshes.pop() if len(meshes) == 1 else None
-    if mesh is not None and (mesh.size == 1 or mesh.coordinate is None):
+    if mesh is not None and (len(mesh.ranks) == 1 or mesh.coordinate is None):
         mesh = None
     return CallSignature(lambda: describe_call(func, key), mesh, fallback.writes(func))
 
@@ -127,39 +129,33 @@ def plan_of(
     """Plans calls like this one, outside of function modes. ``key``: the key of the call, if it has
     one; ``valued``: the plan may depend on the values of floats."""
     with outside_function_modes():
-        return _plan_of(func, args, kwargs, key, valued)
-
-
-def _plan_of(
-    func: Function, args: Sequence[Any], kwargs: dict[str, Any], key: Any, valued: bool
-) -> Planned:
-    rule = RULES.get(func)
-    if rule is not None and not valued:
-        floats = rule.floats and depends_on_floats((*args, *kwargs.values()))
-        setting = None
-        if rule.setting is not None:
-            tensors = [t for t in collect((args, kwargs), []) if type(t) is DistTensor]
-            setting = rule.setting([t.spec.layout for t in tensors])
-        if floats or setting is not None:
-            return PythonCall(func, dispatch_by_value, setting=setting)
-    found = resolve(func, args, kwargs, key)
-    if found.plan is not None:
-        return plan_call(found.plan)
-    if found.way == "handler":
-        if func in OF_KEY:
-            return Answer(HANDLERS[func](*args, **kwargs))
-        return PythonCall(func, run_handler)
-    if found.way == "out":
-        is_none = kwargs["out"] is None
-        return PythonCall(func, dispatch_without_out if is_none else fallback.run_into_out)
-    if found.way == "numbers":
-        return PythonCall(func, dispatch_with_numbers)
-    if found.way == "each_mesh":
-        return PythonCall(func, foreach.run_per_mesh)
-    refuse_collectives(func)
-    if found.way == "gather":
-        return PythonCall(func, fallback.gather_and_run, found.why, found.expected)
-    return PythonCall(func, fallback.run_body, found.why)
+        rule = RULES.get(func)
+        if rule is not None and not valued:
+            floats = rule.floats and depends_on_floats((*args, *kwargs.values()))
+            setting = None
+            if rule.setting is not None:
+                tensors = [t for t in collect((args, kwargs), []) if type(t) is DistTensor]
+                setting = rule.setting([t.spec.layout for t in tensors])
+            if floats or setting is not None:
+                return PythonCall(func, dispatch_by_value, setting=setting)
+        found = resolve(func, args, kwargs, key)
+        if found.call is not None:
+            return plan_call(found.call)
+        if found.way == "handler":
+            if func in OF_KEY:
+                return Answer(HANDLERS[func](*args, **kwargs))
+            return PythonCall(func, run_handler)
+        if found.way == "out":
+            is_none = kwargs["out"] is None
+            return PythonCall(func, dispatch_without_out if is_none else fallback.run_into_out)
+        if found.way == "numbers":
+            return PythonCall(func, dispatch_with_numbers)
+        if found.way == "each_mesh":
+            return PythonCall(func, foreach.run_per_mesh)
+        refuse_collectives(func)
+        if found.way == "gather":
+            return PythonCall(func, fallback.gather_and_run, found.why, found.expected)
+        return PythonCall(func, fallback.run_body, found.why)
 
 
 def run_handler(planned: PythonCall, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

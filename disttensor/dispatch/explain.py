@@ -12,8 +12,8 @@ import torch
 from disttensor.checks import check_callable
 from disttensor.core.spec import DistSpec
 from disttensor.dispatch.call_plan import CallPlan
-from disttensor.dispatch.plan_call import plan_call
-from disttensor.dispatch.resolve import HANDLERS, RulePlan, resolve, specs_of
+from disttensor.dispatch.plan_call import local_function, plan_call, result_specs, wanted_specs
+from disttensor.dispatch.resolve import HANDLERS, CallByRule, resolve, specs_of
 from disttensor.errors import name_of
 from disttensor.pytree import collect
 from disttensor.tensor.dist_tensor import DistTensor, wait_for
@@ -101,29 +101,30 @@ def _found(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Expla
             "  the functions that it calls are dispatched one by one"
         )
         return Explanation(text, "body", None)
-    if found.plan is None:
+    if found.call is None:
         return _gathered(func, specs_of(func, collect((args, kwargs), [])), found.why)
-    asks = [t.requires_grad for t in collect(found.plan.form[:2], [])]
-    return replace(_by_rule(found.plan, asks, written), plan=plan_call(found.plan))
+    return replace(_by_rule(found.call, written), plan=plan_call(found.call))
 
 
-def _by_rule(plan: RulePlan, asks: Sequence[bool], written: bool) -> Explanation:
-    head = f"{name_of(plan.func)}: by rule\n  letters  {notation(plan.factors)}"
+def _by_rule(call: CallByRule, written: bool) -> Explanation:
+    head = f"{name_of(call.func)}: by rule\n  letters  {notation(call.factors)}"
     lines, total = [head], 0
-    ends = zip(plan.specs, plan.input_specs, plan.varying_axes, strict=True)
-    for i, (src, dst, axes) in enumerate(ends):
+    wanted, results, mesh = wanted_specs(call), result_specs(call), call.specs[0].mesh
+    ends = zip(call.tensors, call.specs, wanted, call.decision.varying_axes, strict=True)
+    for i, (t, src, dst, varying) in enumerate(ends):
         steps = () if dst is None else cross_mesh.choose(src, dst)
         total += sum(s.bytes for s in steps)
         lines.append(f"  argument {i}: {src!r}" + (f" is wanted as {dst!r}" if dst else ""))
         lines += [f"    {step}" for step in steps]
-        if axes and asks[i]:
-            names = "+".join(plan.mesh.dim_names[a] for a in axes)
+        axes = [a for a in varying if mesh.shape[a] > 1]
+        if axes and t.requires_grad:
+            names = "+".join(mesh.dim_names[a] for a in axes)
             lines.append(
                 f"    its gradient is pending over {names}: each rank has the part of its own piece"
             )
-    lines += [f"  result {j}: {spec!r}" for j, spec in enumerate(plan.output_specs)]
-    local_fn = plan.local_fn()
-    if local_fn is not plan.func:
+    lines += [f"  result {j}: {spec!r}" for j, spec in enumerate(results)]
+    local_fn = local_function(call, wanted, results)
+    if local_fn is not call.func:
         lines.append(
             f"  runs {_describe_function(local_fn)} in place of the function, on the local pieces"
         )
@@ -134,7 +135,7 @@ def _by_rule(plan: RulePlan, asks: Sequence[bool], written: bool) -> Explanation
         lines.append("  then the result is brought to the placement of out=, and copied there")
     if total:
         lines.append(f"  sends {total:,} bytes per rank before it runs")
-    return Explanation("\n".join(lines), "rule", total + sends, tuple(plan.output_specs))
+    return Explanation("\n".join(lines), "rule", total + sends, results)
 
 
 def _describe_function(local: Function) -> str:

@@ -1,4 +1,4 @@
-"""Plans a call whose rule is known: ``RulePlan`` -> ``CallPlan``, on the mesh or off it."""
+"""Plans a call whose rule is known: ``CallByRule`` -> ``CallPlan``, on the mesh or off it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from disttensor.comm.process_group import world
-from disttensor.core.layout import Layout, replicated
+from disttensor.core.layout import Axes, Layout, replicated
 from disttensor.core.mesh import ProcessMesh
 from disttensor.core.spec import DistSpec
 from disttensor.dispatch.call_plan import CONSTANT, CallPlan, Read, ReadKind
-from disttensor.dispatch.resolve import RulePlan
+from disttensor.dispatch.local_context import MeshCollectives
+from disttensor.dispatch.resolve import CallByRule
 from disttensor.dispatch.writes import first_of, is_untracked
 from disttensor.meta import execute
 from disttensor.pytree import collect
@@ -20,92 +21,140 @@ from disttensor.random.state import DRAWS_NOTHING
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.reshard import is_local_relabel
 from ops.answer import TensorResult, is_dynamic, surroundings
+from ops.local import LocalCall
 
 Tensor = torch.Tensor
 Function = Callable[..., Any]
 
 
-def plan_call(plan: RulePlan) -> CallPlan:
-    """Returns the CallPlan of calls like the call that was resolved."""
-    (args, kwargs, order), func = plan.form, plan.func
-    reuses, wholes = plan.reuses, plan.reduces
+def plan_call(call: CallByRule) -> CallPlan:
+    """Returns the CallPlan of calls like this one."""
+    func, (args, kwargs, order), tensors, specs, rule, factors, decision, _ = call
+    mesh, inplace, is_view = specs[0].mesh, rule.inplace, factors.view
+    wanted, results = wanted_specs(call), result_specs(call)
+    varying = [_several(mesh, axes) for axes in decision.varying_axes]
+    moved = [
+        w is not None and not is_local_relabel(s, w) for s, w in zip(specs, wanted, strict=True)
+    ]
+    redistributes = any(w is not None for w in wanted)
     options: dict[str, Any] = {"order": order}
-    if any(reuses):
-        options["may_reuse"] = tuple(reuses)
-        if any(wholes):
-            options["reduce_first"] = tuple([
-                s.with_layout(Layout(s.layout.dims)) if now else None
-                for s, now in zip(plan.specs, wholes, strict=True)
-            ])  # fmt: skip
-    mesh, inplace, is_view = plan.mesh, plan.rule.inplace, plan.factors.view
+    if not (inplace or is_view) and any(s.layout.partial for s in specs):
+        options["may_reuse"] = tuple([bool(s.layout.partial) for s in specs])
+        reduced = tuple([_only_reduced(*ends) for ends in zip(specs, wanted, moved, strict=True)])
+        if any(reduced):
+            options["reduce_first"] = reduced
     if mesh.coordinate is None:
-        layouts = None if inplace else tuple(plan.decision.output_layouts)
+        layouts = None if inplace else tuple(decision.output_layouts)
         return plan_off_mesh(func, mesh, layouts, args, kwargs, inplace, **options)
-    tensors = collect((args, kwargs), [])
-    reads = reads_of(plan, args, kwargs)
+    reads = _reads(call, wanted, varying)
     is_flat = all(r.kind <= ReadKind.TENSOR for r in reads)
-    is_part = mesh.root.size < world()[1]
+    is_part = len(mesh.root.ranks) < world()[1]
     # a write to a regular tensor, which ranks off the mesh may be sent (``values_everywhere``)
     written = collect(first_of(args, kwargs), []) if inplace and is_part else []
     has_regular = any(r.regular for r in reads) or any(type(x) is not DistTensor for x in written)
-    moved = [
-        w is not None and not is_local_relabel(s, w)
-        for s, w in zip(plan.specs, plan.input_specs, strict=True)
-    ]
-    views = tuple([None if i is None else (i, moved[i]) for i in plan.factors.views])
-    is_one = len(plan.output_specs) == 1
-    varies = plan.output_specs[0].varies if plan.output_specs else frozenset()
+    views = tuple([None if i is None else (i, moved[i]) for i in factors.views])
+    is_one = len(results) == 1
+    varies = results[0].varies if results else frozenset()
     may_vary = any(n > 1 and a not in varies for a, n in enumerate(mesh.shape))
-    stays = is_flat and not (plan.redistributes or plan.any_varying)
+    stays = is_flat and not redistributes and not any(varying)
     is_first = bool(args) and bool(tensors) and args[0] is tensors[0]
     of_first = is_first and not any(view and view[0] for view in views)
     is_simple_view = stays and is_one and is_first and len(tensors) == 1
     derives: int | None = None
-    of_one = is_view and is_one and of_first and not plan.redistributes
+    of_one = is_view and is_one and of_first and not redistributes
     if of_one and (may_vary or not is_simple_view):
         derives = 0
     elif may_vary and stays:
-        derives = plan.factors.rematerialize
+        derives = factors.rematerialize
     sends_shape = is_part and is_dynamic(func, args, kwargs)
     return CallPlan(
-        func, mesh, plan.local_fn(), tuple(plan.specs), reads, tuple(kwargs),
-        () if inplace else tuple(plan.output_specs),
-        input_specs=tuple(plan.input_specs) if plan.redistributes else (),
+        func, mesh, local_function(call, wanted, results), tuple(specs), reads, tuple(kwargs),
+        () if inplace else results,
+        input_specs=wanted if redistributes else (),
         is_view=is_view,
         views=views,
         derives=derives,
-        writes=tuple(plan.factors.targets) if inplace else None,
+        writes=tuple(factors.targets) if inplace else None,
         untracked_writes=inplace and is_untracked(func),
         broadcasts_shape=sends_shape,
         native=not (
-            plan.redistributes or sends_shape or (inplace and not args)
+            redistributes or sends_shape or (inplace and not args)
             or (is_view and ((is_one and not is_simple_view) or not of_first))
             or has_regular or "reduce_first" in options
         ),
         is_simple=(
-            is_flat and is_one and not plan.redistributes and derives is None
-            and not (inplace or is_view or sends_shape or has_regular or any(reuses))
+            is_flat and is_one and not redistributes and derives is None
+            and not (inplace or is_view or sends_shape or has_regular or "may_reuse" in options)
         ),
         is_checked=inplace,
         **options,
     )  # fmt: skip
 
 
-def reads_of(plan: RulePlan, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Read, ...]:
+def wanted_specs(call: CallByRule) -> tuple[DistSpec | None, ...]:
+    """Returns for each tensor the spec to which it is resharded, or None."""
+    layouts = call.decision.input_layouts
+    pairs = zip(call.specs, layouts, strict=True)
+    return tuple([None if s.layout == want else s.with_layout(want) for s, want in pairs])
+
+
+def result_specs(call: CallByRule) -> tuple[DistSpec, ...]:
+    """Returns the specs of the results; the first run shows their dtypes."""
+    mesh, dtype = call.specs[0].mesh, call.specs[0].dtype
+    pairs = zip(call.decision.output_layouts, call.shapes, strict=True)
+    return tuple([DistSpec(mesh, layout, shape, dtype) for layout, shape in pairs])
+
+
+def local_function(
+    call: CallByRule, wanted: Sequence[DistSpec | None], results: Sequence[DistSpec]
+) -> Function:
+    """Returns the function that runs on the locals: the function itself, or the rule's own."""
+    if call.factors.local is None:
+        return call.func
+    mesh = call.specs[0].mesh
+    needed = [w or s for s, w in zip(call.specs, wanted, strict=True)]
+    split = {letter: _several(mesh, axes) for letter, axes in call.decision.split.items()}
+    return call.factors.local(
+        LocalCall(
+            call.func, needed, list(results), {k: v for k, v in split.items() if v}, mesh.shape,
+            mesh.coordinate or (0,) * mesh.ndim, MeshCollectives(mesh),
+        )
+    )  # fmt: skip
+
+
+def _several(mesh: ProcessMesh, axes: Axes) -> Axes:
+    """Returns the axes of more than one rank."""
+    return tuple([a for a in axes if mesh.shape[a] > 1])
+
+
+def _only_reduced(s: DistSpec, want: DistSpec | None, moved: bool) -> DistSpec | None:
+    """Returns the spec to which a call reduces a pending sum, if it does nothing else to it."""
+    whole = Layout(s.layout.dims)
+    sums = bool(s.layout.partial) and all(op == "sum" for _, op in s.layout.partial)
+    return want if moved and sums and want is not None and want.layout == whole else None
+
+
+def _reads(
+    call: CallByRule, wanted: Sequence[DistSpec | None], varying: Sequence[Axes]
+) -> tuple[Read, ...]:
     """Returns a Read for each argument: how the local function receives it."""
-    tensors = iter(zip(plan.input_specs, plan.varying_axes, plan.specs, strict=True))
+    args, kwargs, _ = call.form
+    each = iter(zip(wanted, varying, call.specs, strict=True))
 
     def read(t: Tensor) -> Read:
-        spec, varying, own = next(tensors)
+        spec, axes, own = next(each)
         if type(t) is DistTensor:
-            return Read(ReadKind.TENSOR, spec, varying)
-        return Read(ReadKind.TENSOR, spec, varying, own) if spec or varying else CONSTANT
+            return Read(ReadKind.TENSOR, spec, axes)
+        return Read(ReadKind.TENSOR, spec, axes, own) if spec or axes else CONSTANT
 
     reads = []
     for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            reads.append(read(value))
+            continue
         found = [read(t) for t in collect(value, [])]
-        if isinstance(value, Tensor) or not found:
-            reads.append(found[0] if found else CONSTANT)
+        if not found:
+            reads.append(CONSTANT)
         elif any(r.spec for r in found):
             reads.append(Read(ReadKind.TREE, elements=tuple(found)))
         else:

@@ -58,7 +58,7 @@ def run(
     """Runs a call. ``check``: see ``run_planned``."""
     if kwargs and plan.order is not None:
         args, kwargs = _in_order(plan, args, kwargs)
-    if plan.is_simple and check is None and not observers:  # the fast path: most calls
+    if plan.is_simple and not observers:  # the fast path: most calls
         first: Any = args[0] if args else None
         if len(args) == 2 and not kwargs:
             (a, b), (p, q) = args, plan.reads
@@ -73,6 +73,8 @@ def run(
             ]
             named = _named(plan, kwargs, len(given)) if kwargs else kwargs
             out = plan.local(*given, **named)  # type: ignore[misc]
+        if check is not None:
+            plan = check(plan, out)
         if type(first) is DistTensor and out is first.local:
             return first
         spec = plan.results[0]

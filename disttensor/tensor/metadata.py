@@ -67,7 +67,7 @@ class Metadata(MeshTensor):
 
     @property
     def ndim(self) -> int:
-        return self.spec.ndim
+        return len(self.spec.shape)
 
     @property
     def itemsize(self) -> int:

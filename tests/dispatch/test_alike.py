@@ -15,6 +15,7 @@ from disttensor import cache
 from disttensor.core.spec import DistSpec
 from disttensor.dispatch import resolve
 from disttensor.dispatch.key import key_of, of_no_mesh
+from disttensor.dispatch.plan_call import result_specs, wanted_specs
 from ops.factors import Factors
 from tests.support.pool import fake_world
 
@@ -37,12 +38,13 @@ def tensors(mesh: dt.ProcessMesh, shapes: Any, placements: Any, dtype: Any) -> l
 def decided(func: Any, args: Any, key: Any) -> Any:
     """What ``resolve`` says of a call: specs, or the error."""
     try:
-        plan = resolve.resolve(func, args, {}, key).plan
+        call = resolve.resolve(func, args, {}, key).call
     except (RuntimeError, IndexError, ValueError) as error:
         return type(error), str(error)
-    return plan and (
-        plan.input_specs, plan.varying_axes, plan.output_specs, plan.shapes, plan.decision.split
-    )  # fmt: skip
+    if call is None:
+        return None
+    made = wanted_specs(call), result_specs(call), call.shapes
+    return *made, call.decision.varying_axes, call.decision.split
 
 
 def pairs(a: str, b: str) -> list[tuple[Any, ...]]:
@@ -79,7 +81,7 @@ def test_a_decision_for_other_sizes_is_that_for_its_own(mesh: dt.ProcessMesh, na
     calls = [tensors(mesh, shapes, placements, torch.float32) for shapes in every]
     own = [decided(func, args, None) for args in calls]
     for first in range(0, len(calls), 7):  # each is the one that decides, once
-        cache.clear_caches()
+        resolve.DECISIONS.clear()
         for args, want in zip(
             calls[first:] + calls[:first], own[first:] + own[:first], strict=True
         ):
@@ -96,7 +98,7 @@ def test_constants_dtypes_and_placements_are_told_apart(mesh: dt.ProcessMesh) ->
         )
         for x in tensors(mesh, [(n, 6)], [p], dtype)
     ]  # fmt: skip
-    cache.clear_caches()
+    resolve.DECISIONS.clear()
     for func, args in made:
         want = decided(func, args, None)
         assert decided(func, args, (func, *map(key_of, args))) == want
@@ -109,7 +111,7 @@ def test_a_call_of_other_sizes_asks_no_rule(
     of_rule = resolve.decide
     monkeypatch.setattr(resolve, "decide", lambda *a: (asked.append(a[0]), of_rule(*a))[1])
     cache.clear_caches()
-    resolve._OF_ANY_MESH.clear()
+    resolve.DECISIONS.clear()
     for n in (4, 6, 7, 1, 1, 0):
         x, y = (dt.ones(n, 8, mesh=mesh, placements=S0) for _ in range(2))
         assert (x + y).softmax(1).t().shape == (8, n)
@@ -146,12 +148,12 @@ def test_what_one_stage_has_decided_holds_on_the_others(
         before = asked.count(func)
         return laid(ranks), asked.count(func) - before
 
-    resolve._OF_ANY_MESH.clear()
+    resolve.DECISIONS.clear()
     first, one = decisions([0, 1])
     assert one == 1 and decisions([0, 3]) == (first, 0)
     other = decisions([0, 1, 2, 3])
     assert other[1] == 1
-    resolve._OF_ANY_MESH.clear()
+    resolve.DECISIONS.clear()
     assert decisions([0, 1, 2, 3]) == other
 
 
@@ -165,14 +167,14 @@ def test_a_key_with_a_mesh_in_it_is_told(mesh: dt.ProcessMesh) -> None:
 
 def test_what_was_weighed_by_bytes_is_weighed_again(mesh: dt.ProcessMesh) -> None:
     """Of two tensors split by different letters the smaller one is moved."""
-    cache.clear_caches()
+    resolve.DECISIONS.clear()
 
     def moved(n: int, m: int) -> list[bool]:
         x = dt.ones(n, 64, mesh=mesh, placements=[dt.Shard(1), R])
         w = dt.ones(m, 64, mesh=mesh, placements=[dt.Shard(0), R])
-        found = resolve.resolve(F.linear, (x, w), {}, (F.linear, x.spec, w.spec)).plan
+        found = resolve.resolve(F.linear, (x, w), {}, (F.linear, x.spec, w.spec)).call
         assert found is not None
-        return [isinstance(s, DistSpec) for s in found.input_specs]
+        return [isinstance(s, DistSpec) for s in wanted_specs(found)]
 
     assert moved(2, 512) != moved(512, 2)
 

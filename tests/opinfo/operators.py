@@ -64,9 +64,9 @@ class Watch:
         self.body_of = fallback.body_of
 
     def decide(self, func: Function, *rest: Any) -> Any:
-        rule, factors, decision = self.real(func, *rest)
-        self.factors[rule.factors].append((func, factors))
-        return rule, factors, decision
+        factors, decision = self.real(func, *rest)
+        self.factors[RULES[func].factors].append((func, factors))
+        return factors, decision
 
     def fall(self, func: Function) -> Any:
         body = self.body_of(func)

@@ -69,7 +69,7 @@ def plan(
 
     rule_args = replace_tensors(args, to_arg)
     rule_kwargs = {k: replace_tensors(v, to_arg) for k, v in kwargs.items()}
-    _, factors, decision = decide(func, rule_args, rule_kwargs, placed, mesh_shape)
+    factors, decision = decide(func, rule_args, rule_kwargs, placed, mesh_shape)
     return tensors, factors, decision, RULES[func].inplace
 
 
