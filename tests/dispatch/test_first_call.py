@@ -11,6 +11,9 @@ import torch
 import torch.nn.functional as F
 
 import disttensor as dt
+from disttensor.cache import clear_caches
+from disttensor.dispatch.resolve import DECISIONS
+from ops.answer import KNOWN
 from tests.support.part import ROOT
 from tests.support.pool import fake_world
 
@@ -36,6 +39,9 @@ def test_a_first_linear_visits_few_functions_in_few_files() -> None:
         x = dt.shard_tensor(torch.randn(8, 16), mesh, [dt.Replicate()])
         w = dt.shard_tensor(torch.randn(32, 16), mesh, [dt.Shard(0)])
         torch.mm(x, x.T), torch.relu(x)  # torch's own imports are done
+        clear_caches()
+        KNOWN.clear()
+        DECISIONS.clear()
         sys.setprofile(visits)
         try:
             F.linear(x, w)
@@ -44,5 +50,5 @@ def test_a_first_linear_visits_few_functions_in_few_files() -> None:
     files = [file for file, _ in visits.found]
     turns = [b for a, b in itertools.pairwise(files) if a != b]
     returns = len(turns) + 1 - len(set(files))
-    assert len(set(visits.found)) <= 113, sorted(set(visits.found))
+    assert len(set(visits.found)) <= 115, sorted(set(visits.found))
     assert (len(set(files)), returns) <= (34, 70), files
