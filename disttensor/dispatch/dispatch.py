@@ -39,7 +39,7 @@ INTERCEPTORS: list[Function] = []
 
 def dispatch(
     cls: type, func: Function, types: Any, args: Sequence[Any] = (), kwargs: Any = None,
-    key: Any = None,
+    *, key: Any = None,
 ) -> Any:  # fmt: skip
     """Implements ``DistTensor.__torch_function__`` where C does not. ``key``: of the call, if it is
     known."""
@@ -93,7 +93,7 @@ def first_call(func: Function, args: Sequence[Any], kwargs: Any) -> tuple[Any, P
         key = _key(func, args, kwargs)
     except Uncacheable:
         return dispatch(DistTensor, func, (), args, kwargs), None
-    result = dispatch(DistTensor, func, (), args, kwargs, key)
+    result = dispatch(DistTensor, func, (), args, kwargs, key=key)
     planned = _known(key)
     if type(planned) is CallPlan and not (planned.is_checked or planned.reduce_first):
         return result, None
