@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from disttensor.core.layout import box_at
 from disttensor.core.mesh import ProcessMesh
 from disttensor.core.spec import DistSpec
 from disttensor.random.distributions import permutation
@@ -58,7 +59,10 @@ def make_local(fn: Any, spec: DistSpec, args: Any, kwargs: Any) -> Any:
         return None
     axes, device = tuple(sorted(spec.layout.sharded)), spec.mesh.device
     if fn not in _RANDOM:
+        first = box_at(spec.shape, spec.layout.dims, spec.mesh.shape, (0,) * spec.mesh.ndim)
         with fork_generators(spec.mesh, axes):
+            if not math.prod(spec.local_shape):  # draws as other ranks do: all count the call
+                fn(tuple(first.shape), *args, dtype=spec.dtype, device=device, **kwargs)
             return fn(spec.local_shape, *args, dtype=spec.dtype, device=device, **kwargs)
     unknown = [name for name in kwargs if name != "generator"]
     if unknown:

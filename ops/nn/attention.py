@@ -134,10 +134,9 @@ def with_dropout(call: LocalCall, plain: Local) -> Callable[..., Any]:
         if attn_mask is not None:
             hidden = attn_mask.dtype == torch.bool
             scores = scores.masked_fill(~attn_mask, -math.inf) if hidden else scores + attn_mask
+        unseen = (scores == -math.inf).all(-1, keepdim=True)  # a query that sees no key has 0
+        weights = torch.softmax(scores.masked_fill(unseen, 0.0), -1).masked_fill(unseen, 0.0)
         keep = draw.numbers("bernoulli", mask, query.dtype, query.device, p=1.0 - dropout_p)
-        weights = torch.softmax(scores, -1) * (
-            keep.div_(1.0 - dropout_p) if dropout_p < 1.0 else keep
-        )
-        return weights @ value
+        return weights * (keep.div_(1.0 - dropout_p) if dropout_p < 1.0 else keep) @ value
 
     return drawing(call, "fast", by_position, place, plain)

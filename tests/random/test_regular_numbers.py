@@ -19,9 +19,10 @@ from torch.utils.checkpoint import checkpoint
 
 import disttensor as dt
 from disttensor import ProcessMesh, Replicate, Shard
+from disttensor.api.create import from_fn
 from disttensor.random import counter
 from disttensor.random.state import fork_generators
-from tests.support.oracle import line
+from tests.support.oracle import grid, line
 from tests.support.pool import on_ranks, run_on_ranks
 
 D = torch.distributions
@@ -223,6 +224,22 @@ def test_a_rank_off_the_mesh_counts_the_same_calls() -> None:
         dist.all_gather_object(everyone, counter.get_state())
         assert everyone[0] == everyone[1], name
         assert everyone[0][1] > 0, name
+
+
+def noise(shape: Any, *, dtype: Any, device: Any) -> Tensor:
+    return torch.randn(shape, dtype=dtype, device=device)
+
+
+@on_ranks(4)
+def test_a_rank_with_an_empty_piece_of_a_users_factory_counts_the_same_calls() -> None:
+    mesh = grid()
+    for placements in ((S0, S0), (R, S0), (S0, Shard(1))):
+        for shape in ((1, 3), (2, 1), (0, 3)):
+            torch.manual_seed(3)
+            made = from_fn(noise, mesh, placements, shape)
+            everyone: list[Any] = [None] * 4
+            dist.all_gather_object(everyone, counter.get_state())
+            assert everyone == [(3, int(made.numel() > 0))] * 4, (placements, shape)
 
 
 @on_ranks(2)
