@@ -62,8 +62,11 @@ def fill_results(
     """Returns ``result`` with a new tensor of its spec for each TensorResult, made from
     ``tensors``."""
     joined: dict[Any, Tensor] = {}
+    results: dict[int, DistTensor] = {}  # a module may return a tensor more than once
 
     def made(out: TensorResult) -> Any:
+        if out.number in results:
+            return results[out.number]
         spec = specs[out.number]
         if out.same is not None:
             given = tensors[out.same]
@@ -73,7 +76,7 @@ def fill_results(
         if local is None:
             locals_ = [getattr(tensors[i], "local", tensors[i]) for i in out.sources]
             local = joined[out.sources] = token.join(locals_, device)
-        new = wrap(local, spec)
+        new = results[out.number] = wrap(local, spec)
         if out.viewed is not None and type(tensors[out.viewed]) is DistTensor:
             views.register_view(new, tensors[out.viewed], out.strides)
         elif out.strides is not None:

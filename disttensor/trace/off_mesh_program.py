@@ -9,6 +9,7 @@ against skipping.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ from disttensor.pytree import CONSTANTS, collect, substitute
 from disttensor.random import state
 from disttensor.tensor import views
 from disttensor.tensor.dist_tensor import DistTensor, wrap
+from disttensor.tensor.user_facts import user_attributes
 from disttensor.trace.world_state import Untraceable, world_state
 from ops.answer import TensorResult
 
@@ -43,7 +45,7 @@ class OffMeshProgram:
     spec: DistSpec  # of an input
     no_grad: Tensor  # the token of results that need no gradient
     no_source: Tensor  # the token of results that depend on no tensor that this rank sent
-    single: bool  # the result is one new tensor, which is no view
+    single: bool  # the result is one new tensor, which is no view, and contiguous
 
     def difference(self, other: OffMeshProgram) -> str:
         """Returns how the results of another run differ from these, or ""."""
@@ -110,35 +112,52 @@ def trace(
         numbers = {id(x): i for i, x in reversed(list(enumerate(inputs)))}
         tokens = {mark.grad_fn: numbers[i] for i, mark in marks.items()}
         results: list[DistSpec] = []
-        kept = set(map(id, own))
+        kept, made = set(map(id, own)), dict[int, TensorResult]()
+        memory = Counter(map(_owner, inputs))
+        owners = {_owner(x): i for i, x in enumerate(inputs)}
 
         def describe(value: DistTensor) -> TensorResult:
+            if id(value) in made:
+                return made[id(value)]
             same = numbers.get(id(value))
             if same is None and (
                 value.is_initialized or id(value) in kept or id(value) not in known
             ):
                 raise Untraceable("it returns a tensor that it did not compute")
             results.append(value.spec)
-            viewed = views.base_of(value)
-            while viewed is not None and id(viewed) not in numbers:
-                viewed = views.base_of(viewed)
-            above = None if viewed is None else numbers[id(viewed)]
+            above = None
+            if same is None:
+                owner = _owner(value)
+                above = owners.get(owner)
+                memory[owner] += above is None
+                if memory[owner] > 1:
+                    raise Untraceable("two of its results, or of its inputs, share memory")
+                if user_attributes(value):
+                    raise Untraceable("its result has attributes that the forward has set")
             sources = () if same is not None else _sources(value, tokens, len(inputs))
             spec = value.spec
             strides = None if value._view_state is None else value._view_state.strides
-            number = len(results) - 1
-            return TensorResult(number, spec.shape, spec.dtype, sources, same, above, strides)
+            out = made[id(value)] = TensorResult(
+                len(results) - 1, spec.shape, spec.dtype, sources, same, above, strides
+            )
+            return out
 
         _check(result)
         described = substitute(result, describe, DistTensor)
-        one = (
-            type(described) is TensorResult and described.same is None and described.viewed is None
+        one = type(described) is TensorResult and all(
+            fact is None for fact in (described.same, described.viewed, described.strides)
         )
         device = specs[0].mesh.device
         shared = token.no_grad_token(device), token.no_source_token(device)
         return result, OffMeshProgram(described, results, draws, specs[0], *shared, one)
     except Untraceable as why:
         return result, str(why)
+
+
+def _owner(x: DistTensor) -> int:
+    """Returns the id of the tensor whose memory x shares, or of x itself."""
+    base = views.base_of(x)
+    return id(x if base is None else base)
 
 
 def _check(value: Any) -> None:

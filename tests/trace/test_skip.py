@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import disttensor as dt
 from disttensor.autograd import token
 from disttensor.dispatch import native
+from disttensor.graph_nodes import nodes_of
 from disttensor.tensor import views
 from disttensor.trace.skip import Skip
 from tests.support.oracle import randn
@@ -590,6 +591,46 @@ def test_an_input_that_is_given_back_is_itself(world):
         x = value(mesh, 4, 5)
         same, _, view = module(x)
         assert same is x and views.base_of(view) is x
+
+
+def test_a_result_that_is_returned_twice_is_one_tensor(world):
+    module, mesh = elsewhere(Plain, body=lambda self, y, x: {"a": y, "b": [y, (x, y), x * 2]})
+    for _ in range(3):
+        out = module(value(mesh, 4, 5))
+        a, (b, (_, c), d) = out["a"], out["b"]
+        assert a is b is c and d is not a
+    assert not module.forward.why()
+
+
+def test_results_that_share_memory_depend_on_what_is_written_to_either(world):
+    body = {
+        "results": lambda self, y, x: (y, y[:, 0]),
+        "views": lambda self, y, x: (y.t(), y.view(20)),
+        "an_input": lambda self, y, x: (x.view(20), y, x.t()),
+    }
+    mine = dt.ProcessMesh([1], ("x",))
+    for each in body.values():
+        module, mesh = elsewhere(Plain, body=each)
+        for _ in range(3):
+            # of a view of a tensor that is no input
+            x = dt.reshard(value(mine, 2, 10, requires_grad=True) * 1.0, mesh).view(4, 5)
+            out = module(x)
+            w = dt.reshard(value(mine, 1, requires_grad=True) * 1.0, mesh)
+            out[-1].mul_(w)
+            assert w.local.grad_fn in nodes_of([out[0].local])
+
+
+def test_a_result_has_the_strides_and_the_attributes_that_the_forward_gave_it(world):
+    def named(self, y, x):
+        y.note = "a"
+        return y
+
+    module, mesh = elsewhere(Plain, body=lambda self, y, x: y.t())
+    noted, _ = elsewhere(Plain, body=named)
+    for _ in range(3):
+        out = module(value(mesh, 4, 5))
+        assert out.stride() == (1, 5) and not out.is_contiguous()
+        assert noted(value(mesh, 4, 5)).note == "a"
 
 
 def test_a_single_input_or_view_of_it_that_is_given_back(world):
