@@ -81,7 +81,7 @@ LINES = {
     "parallel": 860,
     "patches": 1_483,
     "pieces": 625,
-    "pipeline": 3_219,
+    "pipeline": 3_220,
     "publishing": 937,
     "random": 980,
     "reshard": 1_557,

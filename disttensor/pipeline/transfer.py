@@ -71,7 +71,8 @@ class Received(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, value: list[Tensor], transfer: Transfer) -> Tensor:
         ctx.transfer = transfer
-        activation_checkpoint.join_region(ctx)  # as CrossMesh does in a recomputation
+        if transfer.tag is not None:  # as CrossMesh does in a recomputation, which cuts nothing
+            activation_checkpoint.join_region(ctx)
         return value[0].data
 
     @staticmethod

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import disttensor as dt
 from disttensor import pipeline
@@ -202,6 +203,35 @@ def test_interleaved(schedule, tie, skip):
     assert net.blocks[1].up.weight.process_mesh is stages[1]
     assert net.blocks[2].up.weight.process_mesh is stages[0]
     check(net, model(tie=tie, skip=skip), stages, schedule)
+
+
+@pytest.mark.filterwarnings("ignore:pipeline.run. stage . could not defer")
+@pytest.mark.parametrize("schedule", ["zbv", "dualpipev"])
+@on_ranks(2)
+def test_a_visit_begins_in_a_region_that_is_computed_again(schedule):
+    first, second = stage_meshes()
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[nn.Linear(5, 5) for _ in range(4)]).double()
+    for ends in ([1, 2, 3, 4], [2, 4], [1, 3, 4], [4]):
+        net = copy.deepcopy(plain)
+        stages = [first, second, second, first]
+        pipeline.split(net, stages)
+
+        def step(module, x, ends=ends):
+            for start, end in itertools.pairwise([0, *ends]):
+                x = checkpoint(lambda x, a=start, b=end: module[a:b](x), x, use_reentrant=False)
+            return x.square().sum()
+
+        data = [randn(2 + i, 5, seed=i) for i in range(3)]
+        pipeline.run(
+            lambda x, net=net: step(net, dt.shard_tensor(x, first)), data, schedule, stages=stages
+        )
+        plain.zero_grad()
+        for x in data:
+            step(plain, x).backward()
+        for p, q in zip(net.parameters(), plain.parameters(), strict=True):
+            if p.is_initialized:
+                torch.testing.assert_close(p.grad.full_tensor(), q.grad)
 
 
 @pytest.mark.parametrize("kind", [1, 3])
