@@ -57,7 +57,8 @@ from tests.test_imports import FILES
 #   verification the first tensor that differs from one process is named, for any program and dtype;
 #                ranks that wait for each other are ended (root: the option of the command)
 #   trace        guards of all that the code that ran can read; the audit of recorded programs;
-#                results of a skipped module have the identity, memory and strides of its run (+19)
+#                results of a skipped module have the identity, memory and strides of its run (+16);
+#                attributes of the user on tensors are compared, or not recorded (+22)
 LINES = {
     "api": 1_067,
     "autograd": 1_407,
@@ -88,7 +89,7 @@ LINES = {
     "root": 2_643,
     "simulate": 6_745,
     "tensor": 3_543,
-    "trace": 3_045,
+    "trace": 3_064,
     "verification": 988,
 }  # fmt: skip
 MUTABLE = 112  # objects of modules that change: dicts, lists, sets, caches, context variables

@@ -11,6 +11,7 @@ from typing import Any
 
 from disttensor.autograd import token
 from disttensor.tensor.dist_tensor import DistTensor, wait_for
+from disttensor.tensor.user_facts import user_attributes
 from disttensor.torch_private import storage_id
 from disttensor.trace.code_watch import CodeWatch
 from disttensor.trace.module_guard import has_hooks
@@ -100,4 +101,5 @@ class CodeGuard:
 
     def marks(self) -> list[Any]:
         """Returns a value that changes if a forward assigns to attributes."""
-        return [(tree.changes, tree.attributes()) for tree in self.trees]
+        of_tensors = [[*map(id, user_attributes(t).values())] for t in self.tensors]
+        return [of_tensors, *((tree.changes, tree.attributes()) for tree in self.trees)]

@@ -27,9 +27,10 @@ from torch import nn
 
 from disttensor.cache import Cache
 from disttensor.comm import compare_collectives
-from disttensor.pytree import Uncacheable, key_of_contents
+from disttensor.pytree import Uncacheable, find_tensors, key_of_contents
 from disttensor.settings import snapshot
 from disttensor.tensor.dist_tensor import DistTensor
+from disttensor.tensor.user_facts import user_attributes
 from disttensor.torch_private import count_dispatch_modes, current_backward
 from disttensor.trace.code_guard import CodeGuard
 from disttensor.trace.code_watch import CodeWatch
@@ -222,7 +223,8 @@ class GuardedForward(InstanceForward):
         elif _contents((args, kwargs)) != given:
             program = "it changes lists or dicts among its arguments"
         elif type(program) is not str:
-            program = watch.why or _shared(result, guard, (args, kwargs)) or program
+            why = _shared(result, guard, (args, kwargs)) or _noted(result, guard, inputs)
+            program = watch.why or why or program
         if type(program) is str:
             self._report(program)
             if not program or program == ASSIGNS:
@@ -302,6 +304,8 @@ class GuardedForward(InstanceForward):
         for x in inputs:
             if id(x) in guard.ids:
                 raise Uncacheable(_OWN)
+            if x.__dict__ and user_attributes(x):
+                raise Uncacheable("an argument has attributes that the user has set")
         for x in self.attributes_as_inputs(guard):
             parts.append(key_of_contents(x, key))
         if len(inputs) > 1:
@@ -339,6 +343,12 @@ def _shared(result: Any, guard: CodeGuard, given: Any) -> str:
     if any(id(v) in known or guard.owns(v) for v in _containers(result)):
         return "it returns a list or a dict that it has read"
     return ""
+
+
+def _noted(result: Any, guard: CodeGuard, inputs: Sequence[Any]) -> str:
+    """Returns the reason for not recording a forward that sets attributes of tensors."""
+    tensors = (*inputs, *(t for t in find_tensors(result) if id(t) not in guard.ids))
+    return "it sets attributes of its arguments or results" * any(map(user_attributes, tensors))
 
 
 def _containers(value: Any) -> Iterator[Any]:

@@ -27,7 +27,6 @@ from disttensor.pytree import CONSTANTS, collect, substitute
 from disttensor.random import state
 from disttensor.tensor import views
 from disttensor.tensor.dist_tensor import DistTensor, wrap
-from disttensor.tensor.user_facts import user_attributes
 from disttensor.trace.world_state import Untraceable, world_state
 from ops.answer import TensorResult
 
@@ -132,8 +131,6 @@ def trace(
                 memory[owner] += above is None
                 if memory[owner] > 1:
                     raise Untraceable("two of its results, or of its inputs, share memory")
-                if user_attributes(value):
-                    raise Untraceable("its result has attributes that the forward has set")
             sources = () if same is not None else _sources(value, tokens, len(inputs))
             spec = value.spec
             strides = None if value._view_state is None else value._view_state.strides

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from disttensor.pytree import CONSTANTS
+from disttensor.tensor.user_facts import user_attributes
 from disttensor.trace.code_watch import UNSEEN, Names, is_known, names_in
 from disttensor.trace.instance_forward import InstanceForward
 from disttensor.trace.module_guard import ModuleGuard, has_hooks
@@ -137,7 +138,7 @@ class Reach:
             if len(self._seen) > _MOST:
                 self.why = f"it can reach more than {_MOST} values"
             elif isinstance(value, Tensor):
-                self.tensors.append(value)
+                self._tensor(value)
             elif isinstance(value, nn.Module):
                 self._module(value)
             elif isinstance(value, types.ModuleType):
@@ -169,9 +170,16 @@ class Reach:
         for t in tree.tensors:
             if id(t) not in self._seen:
                 self._seen[id(t)] = t
-                self.tensors.append(t)
+                self._tensor(t)
         if tree.hooked or (module is not self.target and has_hooks(module)):
             self.why = "there are hooks on modules in it"
+
+    def _tensor(self, x: Tensor) -> None:
+        """Follows the attributes that the user has set on a tensor and that are read."""
+        self.tensors.append(x)
+        if x.__dict__:
+            read = [name for name in user_attributes(x) if self._reads(name)]
+            self._follow(type(x).__qualname__, x.__dict__, read)
 
     def _python_module(self, module: types.ModuleType) -> None:
         """Follows what is read of a module; of torch and of Python's library, functions may be

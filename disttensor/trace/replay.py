@@ -93,7 +93,7 @@ class Replay(GuardedForward):
         if not is_ours and kind not in (Tensor, nn.Parameter):
             raise Uncacheable(f"an argument is a {kind.__name__}")
         if is_ours:
-            return x.spec, *_flags(x)
+            return x.spec, x._is_param, *_flags(x)
         return kind, x.shape, x.dtype, x.device, x.requires_grad, x.is_leaf, x.stride()
 
     def unfit(self, call: ForwardCall) -> str:

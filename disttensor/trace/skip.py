@@ -84,7 +84,9 @@ class Skip(GuardedForward):
     def key_of_tensor(self, x: Any) -> Any:
         if not isinstance(x, DistTensor):
             raise Uncacheable("an argument is a torch.Tensor")
-        return x.spec, x.local.requires_grad
+        state = x._view_state
+        strides = None if state is None else state.strides
+        return x.spec, x.local.requires_grad, x._is_param, strides
 
     def key_of_own(self, guard: CodeGuard) -> None:
         """Returns None: the guard of the module compares its tensors."""

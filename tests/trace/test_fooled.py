@@ -62,6 +62,7 @@ class Net(nn.Module):
         self.layers = nn.ModuleList([nn.Linear(6, 6)])
         self.named = nn.ModuleDict({"a": nn.Linear(6, 6), "b": nn.ReLU()})
         self.register_buffer("mask", torch.ones(6))
+        self.mask.by = 2.0
 
     def scaled(self, x):
         return x * 2.0
@@ -74,6 +75,8 @@ class Net(nn.Module):
         way = self.way
         if way == "array":
             return x * float(self.array[0])
+        if way == "attribute":
+            return x * self.mask.by
         if way == "config":
             return x * self.config.by
         if way == "class":
@@ -250,6 +253,7 @@ CASES = {
     "under wraps": wrapped, "partial": partial, "determinism": determinism,
     "default dtype": default_dtype,
     "module: array": of_module("array", lambda m: m.array.fill(3.0)),
+    "module: attribute of a buffer": of_module("attribute", lambda m: setattr(m.mask, "by", 3.0)),
     "module: config": of_module("config", lambda m: setattr(m.config, "by", 3.0)),
     "module: class": of_module("class", lambda m: setattr(Net, "by", 3.0)),
     "module: class below": of_module("class", lambda m: setattr(Net, "by", 3.0), Below),
@@ -316,6 +320,8 @@ WAYS = {
     "product": lambda x: x.detach().requires_grad_() * 1,
     "hooked": lambda x: _hooked(x.detach().requires_grad_()),
     "inference": lambda x: _inferred(x),
+    "parameter": lambda x: nn.Parameter(x.detach()),
+    "noted": lambda x: _noted(x.detach()),
 }
 ASKED = {
     "view": lambda x: x.view(-1).relu(),
@@ -325,11 +331,18 @@ ASKED = {
     "is_leaf": lambda x: x * (2 if x.is_leaf else 3),
     "grad_fn": lambda x: x * (2 if x.grad_fn is None else 3),
     "is_inference": lambda x: x * (2 if x.is_inference() else 3),
+    "parameter": lambda x: x * (2 if isinstance(x, nn.Parameter) else 3),
+    "attribute": lambda x: x * getattr(x, "by", 3),
 }
 
 
 def _hooked(x):
     x.register_hook(lambda g: g * 3)
+    return x
+
+
+def _noted(x):
+    x.by = 2
     return x
 
 

@@ -152,12 +152,14 @@ class State(nn.Module):
             self.last = y
         if self.what == "grows":
             self.list.append(1)
+        if self.what == "notes":
+            self.linear.weight.count = getattr(self.linear.weight, "count", 0) + 1
         if self.what == "lazy" and self.mask is None:
             self.mask = dt.ones(6, mesh=x.process_mesh)
         return y * (self.count + 1) if self.mask is None else y * self.mask
 
 
-SIDE_EFFECTS = {"counts": 0, "keeps": 0, "grows": 0, "lazy": 3, "": 4}
+SIDE_EFFECTS = {"counts": 0, "keeps": 0, "grows": 0, "notes": 0, "lazy": 3, "": 4}
 
 
 @on_ranks(1)
@@ -277,6 +279,12 @@ def _hooked_inside(x):
     return y
 
 
+def _noted(x):
+    y = x * 2
+    y.note = "a"
+    return y
+
+
 def _switched(x):
     with torch.autocast("cpu", torch.bfloat16):
         return x @ x.t()
@@ -292,6 +300,7 @@ REFUSED = {
     "generator set back": (_rewound, "it seeds torch's generator"),
     "random outside of torch": (lambda x: x * dt.rand(6, mesh=x.process_mesh), "random numbers"),
     "another Function": (lambda x: Cut.apply(x) * 1, "custom autograd.Function"),
+    "attribute of a result": (_noted, "it sets attributes"),
     "hook inside": (_hooked_inside, "register_hook"),
     "shape by data": (lambda x: x[x > 0], "depends on data"),
     "autocast inside": (_switched, "autocast"),

@@ -633,6 +633,19 @@ def test_a_result_has_the_strides_and_the_attributes_that_the_forward_gave_it(wo
         assert noted(value(mesh, 4, 5)).note == "a"
 
 
+def test_a_result_follows_the_strides_and_the_attributes_of_its_input(world):
+    def pair(self, y, x):
+        return (x * 2, x.contiguous()) if getattr(x, "twice", False) else (x * 2,)
+
+    module, mesh = elsewhere(Plain, body=pair)
+    for _ in range(3):
+        x = value(mesh, 4, 5)
+        assert module(x)[0].is_contiguous() and len(module(x)) == 1
+        assert module(value(mesh, 5, 4).t())[0].stride() == (1, 4)
+        x.twice = True
+        assert module(x)[1] is x
+
+
 def test_a_single_input_or_view_of_it_that_is_given_back(world):
     same, mesh = elsewhere(Plain, body=lambda self, y, x: x)
     view, _ = elsewhere(Plain, body=lambda self, y, x: x.view(20))
