@@ -1,7 +1,8 @@
 # make train   set up .venv and train the example model on four local processes (2 stages x tp 2)
 # make test    set up .venv and run the quick tests: some of each file, in a few minutes; says which area runs and how far it is
 # make test-all   all tests, which is what CI runs
-# make seconds    all tests; writes tests/support/seconds.txt, from which the quick ones are chosen
+# make seconds    all tests; writes tests/support/seconds.txt, from which the candidates for the quick ones are chosen
+# make choose     the candidates, noting the lines that each runs; writes tests/support/repeats.txt, the ones that are left out
 # make bench   the overhead against plain torch and torch DTensor, pipelines, data parallelism against DDP and FSDP2 and a
 #              timeline of its collectives, what a rank, a tensor and a plan hold, checkpoints against DCP on FSDP2, torch.compile; writes
 #              docs/performance.md, docs/overlap.svg and
@@ -42,7 +43,7 @@ EXTRAS := test,progress,examples,lightning
 
 export OMP_NUM_THREADS := 1
 
-.PHONY: gpu train test test-all seconds bench square coverage operators zoo strangers peers bugs mutants matrix newest dist native python asan leaks lint docs clean
+.PHONY: gpu train test test-all seconds choose bench square coverage operators zoo strangers peers bugs mutants matrix newest dist native python asan leaks lint docs clean
 
 train: .venv/.native
 	$(BIN)/python -m disttensor.run --nproc 4 examples/train_gpt.py --pp 2 --tp 2 --accumulate 2 $(ARGS)
@@ -56,6 +57,11 @@ test-all: .venv/.native
 seconds: .venv/.native
 	$(TEST) --junitxml out/seconds.xml $(ARGS)
 	$(BIN)/python -m tests.support.quick out/seconds.xml
+
+choose: .venv/.native
+	rm -rf out/statements
+	$(TEST) -m candidate -p tests.mutants.statements $(ARGS)
+	$(BIN)/python -m tests.support.choose out/statements
 
 bench: .venv/.native
 	$(BIN)/python benchmarks/overhead.py --markdown docs/performance.md $(ARGS)

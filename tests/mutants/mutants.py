@@ -20,7 +20,6 @@ import hashlib
 import importlib
 import json
 import os
-import pickle
 import random
 import signal
 import sys
@@ -33,14 +32,8 @@ import numpy  # noqa: F401  (in memory before a fork, as torch is)
 import pytest
 import torch
 
-from tests.mutants.changed import (
-    ROOT,
-    ChangedFile,
-    LineRecorder,
-    Lines,
-    set_environment,
-    take_lines,
-)
+from tests.mutants import statements
+from tests.mutants.changed import ROOT, ChangedFile, set_environment
 from tests.mutants.mutations import Mutant, mutants
 
 KEPT = ROOT / "out" / "mutants.json"
@@ -59,22 +52,13 @@ MOST_TIME = 60.0  # seconds of a processor that the tests of one may take, as me
 
 class Tests:
     """A pytest plugin that leaves out slow tests. With ``watched`` files, it notes which test runs
-    which line, on the ranks too."""
+    which of their lines, on the ranks too."""
 
     def __init__(self, watched: Iterable[str] = ()) -> None:
-        self.recorder = LineRecorder(watched)
+        self.watched = frozenset(watched)
         self.lines: dict[str, dict[int, list[str]]] = collections.defaultdict(dict)
         self.times: dict[str, float] = {}
         self.failed: set[str] = set()
-
-    def clear_caches(self) -> None:
-        """Clears what watched files keep of an earlier test, in this process."""
-        for module in list(sys.modules.values()):
-            if getattr(module, "__file__", None) in self.recorder.watched:
-                for value in vars(module).values():
-                    getattr(value, "cache_clear", int)()
-                    if type(value).__module__ == "disttensor.cache":
-                        value.clear()
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed:
@@ -85,29 +69,19 @@ class Tests:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: Any) -> Any:
-        if not self.recorder.watched:
+        if not self.watched:
             return (yield)
-        self.clear_caches()
-        self.recorder.take()
+        importlib.import_module("disttensor.cache").clear_decisions()
+        statements.take()
         clock = time.monotonic if hasattr(item.obj, "on_ranks_timeout") else time.process_time
         start = clock()
-        self.recorder.start()
         try:
             return (yield)
         finally:
-            self.recorder.stop()
             self.times[item.nodeid] = clock() - start
-            for file, line in self.recorder.take() | lines_of_ranks():
-                self.lines[str(Path(file).relative_to(ROOT))].setdefault(line, []).append(
-                    item.nodeid
-                )
-
-
-def lines_of_ranks() -> Lines:
-    """The lines that worker processes have run since the last call."""
-    pool = importlib.import_module("tests.support.pool")
-    answers = [x for p in list(pool._pools.values()) for x in p.call(take_lines, (), 30.0)]
-    return {line for kind, value in answers if kind == "ok" for line in pickle.loads(value)}
+            for file, line in statements.by_file(statements.take()):
+                if file in self.watched:
+                    self.lines[file].setdefault(line, []).append(item.nodeid)
 
 
 def in_fork(work: Callable[[], int], limit: float) -> int | None:
@@ -163,9 +137,8 @@ def who_comes_by(files: Sequence[Path], folders: Iterable[str]) -> dict[str, Any
             lines[line] = [test for test in names if test in known["times"]]
 
     def work() -> int:
-        watched = [str(f) for f in files]
-        set_environment(WATCHED_FILES=os.pathsep.join(watched))
-        plugin = Tests(watched)
+        statements.start()
+        plugin = Tests(str(f.relative_to(ROOT)) for f in files)
         status = run_tests(changed, plugin)
         for file, lines in plugin.lines.items():
             for line, names in lines.items():

@@ -1,6 +1,6 @@
 """Chooses the tests that ``make test`` runs: the mark ``quick``. ``make test-all`` runs all tests.
 
-The choice is made by rule, for each test function:
+The candidates are chosen by rule, for each test function:
 
 - A function is left out if a case of it takes more than ``LONG`` seconds, or if it has the mark
   ``slow`` and no record.
@@ -9,8 +9,10 @@ The choice is made by rule, for each test function:
 - Of a function with many cases, the first and the last are kept; the first alone if it is in
   ``seconds.txt``.
 
-``seconds.txt`` holds the seconds of functions of which a case takes one or more. ``make seconds``
-runs all tests and writes it.
+The quick tests are the candidates without the cases in ``repeats.txt``, whose lines other quick
+tests run. ``make seconds`` runs all tests and writes ``seconds.txt``, with the functions of which a
+case takes a second or more. ``make choose`` runs the candidates and writes ``repeats.txt``
+(``choose.py``). A new test is in neither file, and is quick.
 """
 
 from __future__ import annotations
@@ -28,9 +30,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = Path(__file__).with_name("seconds.txt")
+REPEATS = Path(__file__).with_name("repeats.txt")
 LONG = 1.0  # seconds of a case
 LONGEST = 10.0  # seconds of a case of a file's shortest function
-BRIEF = 0.2  # seconds of the quick cases of a function that is not in the table, on average
 HEAD = (
     "# Seconds of a case, on one of two quiet cores, where it takes one or more. From: make seconds"
 )
@@ -43,10 +45,16 @@ def recorded() -> dict[str, float]:
     return {name: float(seconds) for seconds, name in lines}
 
 
-def quick_functions(
+@functools.cache
+def repeats() -> frozenset[str]:
+    """The candidates that are left out: "first tests/file.py::function", or "last"."""
+    return frozenset(line for line in REPEATS.read_text().splitlines() if line[:1] != "#")
+
+
+def candidates(
     functions: Iterable[str], features: Iterable[str], slow: Collection[str] = ()
 ) -> set[str]:
-    """The functions of all files, "tests/file.py::function", of which cases are quick."""
+    """The functions of all files, "tests/file.py::function", of which cases are candidates."""
     files = defaultdict(list)
     for name in functions:
         files[name.partition("::")[0]].append(name)
@@ -60,7 +68,8 @@ def quick_functions(
 
 
 def mark_quick(items: Iterable[pytest.Item]) -> None:
-    """Gives the mark ``quick`` to those of the items that ``make test`` runs."""
+    """Gives the mark ``candidate``, and ``quick`` to those of the items that ``make test``
+    runs."""
     cases = defaultdict(list)
     features, slow = set(), set()
     for item in items:
@@ -71,10 +80,14 @@ def mark_quick(items: Iterable[pytest.Item]) -> None:
             features.add(name)
         if item.get_closest_marker("slow"):
             slow.add(name)
-    for name in quick_functions(cases, features, slow):
-        first, last = cases[name][0], cases[name][-1]
-        for item in {first} if name in recorded() else {first, last}:
-            item.add_marker("quick")
+    for name in candidates(cases, features, slow):
+        ends = {"last": cases[name][-1], "first": cases[name][0]}
+        if name in recorded() or ends["first"] is ends["last"]:
+            del ends["last"]
+        for place, item in ends.items():
+            item.add_marker(pytest.mark.candidate(f"{place} {name}"))
+            if f"{place} {name}" not in repeats():
+                item.add_marker("quick")
 
 
 def longest_first(items: list[pytest.Item]) -> None:

@@ -6,19 +6,20 @@ import functools
 import re
 from pathlib import Path
 
+from tests.support.choose import Case, chosen
 from tests.support.quick import (
-    BRIEF,
     HEAD,
     LONG,
     LONGEST,
     ROOT,
+    candidates,
     functions_of,
-    quick_functions,
     recorded,
+    repeats,
     table_of,
 )
 
-BUDGET = 440.0  # seconds of one worker; two share them
+BUDGET = 400.0  # seconds of one worker, for the functions that take one or more; two share them
 FILES = sorted((ROOT / "tests").rglob("test_*.py"))
 
 
@@ -30,7 +31,8 @@ def functions() -> dict[str, str]:
 
 def quick() -> set[str]:
     names = functions()
-    return quick_functions(names, [name for name in names if names[name]])
+    found = candidates(names, [name for name in names if names[name]])
+    return {f for f in found if f"first {f}" not in repeats()}
 
 
 def test_each_file_has_a_quick_test_but_two_that_take_long() -> None:
@@ -47,12 +49,23 @@ def test_each_feature_of_the_page_has_one_main_test() -> None:
 
 
 def test_quick_tests_keep_the_budget() -> None:
-    assert sum(recorded().get(name, BRIEF) for name in quick()) < BUDGET
+    assert sum(recorded().get(name, 0.0) for name in quick()) < BUDGET
 
 
 def test_recorded_functions_exist() -> None:
     gone = recorded().keys() - functions().keys()
     assert not gone, f"rename or delete these lines of tests/support/seconds.txt: {sorted(gone)}"
+    gone = {name.partition(" ")[2] for name in repeats()} - functions().keys()
+    assert not gone, f"rename or delete these lines of tests/support/repeats.txt: {sorted(gone)}"
+
+
+def test_cases_are_chosen_by_the_lines_that_they_add_in_a_second() -> None:
+    short, long = Case("first a.py::short", 1.0, [1, 2, 3]), Case("last a.py::long", 9.0, [1, 2])
+    twice, alone = Case("first a.py::twice", 1.0, [3]), Case("first b.py::alone", 9.0, [1])
+    every = [twice, long, short, alone]
+    assert chosen(every, [], 1.0) == {short.name, alone.name}  # each file keeps a case
+    assert chosen(every, [], 2.0) == {short.name, twice.name, alone.name}
+    assert chosen(every, ["a.py::long"], 1.0) == {long.name, short.name, alone.name}
 
 
 def test_long_functions_are_left_out_unless_a_file_or_a_feature_needs_them() -> None:
@@ -61,12 +74,12 @@ def test_long_functions_are_left_out_unless_a_file_or_a_feature_needs_them() -> 
     long = next(n for n in names if not functions()[n] and recorded()[n] <= LONGEST)
     longest = next(name for name in names if recorded()[name] > LONGEST)
     file = long.partition("::")[0]
-    assert quick_functions([long, f"{file}::test_short"], []) == {f"{file}::test_short"}
-    assert quick_functions([long], []) == {long}
-    assert quick_functions([longest], []) == set() and quick_functions([], [longest]) == {longest}
+    assert candidates([long, f"{file}::test_short"], []) == {f"{file}::test_short"}
+    assert candidates([long], []) == {long}
+    assert candidates([longest], []) == set() and candidates([], [longest]) == {longest}
     new, other = f"{file}::test_new", f"{file}::test_other"
-    assert quick_functions([new, other], [], slow=[new]) == {other}
-    assert quick_functions([long, f"{file}::test_short", short], [long]) >= {long, short}
+    assert candidates([new, other], [], slow=[new]) == {other}
+    assert candidates([long, f"{file}::test_short", short], [long]) >= {long, short}
 
 
 def test_the_table_holds_the_median_of_the_cases_of_long_functions(tmp_path: Path) -> None:

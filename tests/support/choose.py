@@ -1,0 +1,103 @@
+"""Chooses the quick tests among the candidates: cases that run the most lines of the packages in a
+bounded time (``make choose``).
+
+A line counts 1 for the first case that runs it, ``AGAIN`` for the second, ``AGAIN`` ** 2 for the
+third. The main test of each feature is kept. Then cases are taken by what they add in a second,
+until they take ``BUDGET`` seconds together; each file keeps a case. The other candidates are
+written to ``repeats.txt``.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.support.quick import REPEATS, ROOT, functions_of
+
+AGAIN = 0.3
+BUDGET = 380.0  # seconds of one worker, with the notes, without features
+HEAD = "# Candidates whose lines other quick tests run. From: make choose"
+
+
+class Case(NamedTuple):
+    """``name``: "first tests/file.py::function", or "last", of the cases of a function."""
+
+    name: str
+    seconds: float
+    lines: list[int]
+
+    @property
+    def function(self) -> str:
+        return self.name.partition(" ")[2]
+
+    @property
+    def file(self) -> str:
+        return self.function.partition("::")[0]
+
+
+def cases_of(rows: Iterable[tuple[str, float, list[int]]]) -> list[Case]:
+    """Returns the candidates. ``rows``: name, seconds and lines. A case may have started the ranks
+    of others too: the shorter case of a function counts for both."""
+    cases = [Case(name, max(0.01, seconds), lines) for name, seconds, lines in rows]
+    least: dict[str, float] = {}
+    for case in cases:
+        least[case.function] = min(case.seconds, least.get(case.function, case.seconds))
+    return [case._replace(seconds=least[case.function]) for case in cases]
+
+
+def chosen(cases: Iterable[Case], features: Iterable[str], budget: float = BUDGET) -> set[str]:
+    """Returns the names of the cases to keep. ``features``: functions that are kept."""
+    kept, total, counts, queue = set(), 0.0, Counter[int](), []
+    firm = set(features)
+
+    def worth(case: Case) -> float:
+        return sum(AGAIN ** counts[n] for n in case.lines) / case.seconds
+
+    for case in sorted(cases, key=lambda case: case.function not in firm):
+        if case.function in firm:
+            kept.add(case.name)
+            counts.update(case.lines)
+        else:
+            queue.append((-worth(case), case))
+    rest = defaultdict(list)
+    heapq.heapify(queue)
+    while queue:
+        _, case = heapq.heappop(queue)
+        now = worth(case)
+        if queue and now < -queue[0][0]:
+            heapq.heappush(queue, (-now, case))
+        elif total + case.seconds <= budget:
+            kept.add(case.name)
+            total += case.seconds
+            counts.update(case.lines)
+        else:
+            rest[case.file].append(case)
+    files = {name.partition(" ")[2].partition("::")[0] for name in kept if name[:5] == "first"}
+    firsts = {f: [c for c in rest[f] if c.name[:5] == "first"] for f in rest.keys() - files}
+    return kept | {min(cases, key=lambda c: c.seconds).name for cases in firsts.values() if cases}
+
+
+def main(folder: Path) -> None:
+    rows = [json.loads(line) for f in folder.glob("*.jsonl") for line in f.open()]
+    cases = cases_of(rows)
+    files = {case.file for case in cases}
+    features = [name for f in files for name, text in functions_of(ROOT / f).items() if text]
+    kept = chosen(cases, features)
+    others = [case.name for case in cases if case.name not in kept]
+    others.sort(key=lambda name: name.split()[::-1])
+    REPEATS.write_text("\n".join([HEAD, *others, ""]))
+    lines = {n for case in cases for n in case.lines}
+    run = {n for case in cases if case.name in kept for n in case.lines}
+    seconds = sum(case.seconds for case in cases if case.name in kept)
+    print(
+        f"{len(kept)} of {len(cases)} cases run {len(run)} of {len(lines)} lines: {seconds:.0f} s"
+    )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
