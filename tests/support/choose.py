@@ -3,8 +3,8 @@ bounded time (``make choose``).
 
 A line counts 1 for the first case that runs it, ``AGAIN`` for the second, ``AGAIN`` ** 2 for the
 third. The main test of each feature is kept. Then cases are taken by what they add in a second,
-until they take ``BUDGET`` seconds together; each file keeps a case. The other candidates are
-written to ``repeats.txt``.
+until they take ``BUDGET`` seconds together; each file keeps a case of at most ``BRIEF`` seconds, if
+it has one. The other candidates are written to ``repeats.txt``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import NamedTuple
 from tests.support.quick import REPEATS, ROOT, functions_of
 
 AGAIN = 0.3
-BUDGET = 380.0  # seconds of one worker, with the notes, without features
+BRIEF = 5.0  # seconds, with the notes
+BUDGET = 450.0  # seconds of one worker, with the notes, without features
 HEAD = "# Candidates whose lines other quick tests run. From: make choose"
 
 
@@ -78,7 +79,10 @@ def chosen(cases: Iterable[Case], features: Iterable[str], budget: float = BUDGE
         else:
             rest[case.file].append(case)
     files = {name.partition(" ")[2].partition("::")[0] for name in kept if name[:5] == "first"}
-    firsts = {f: [c for c in rest[f] if c.name[:5] == "first"] for f in rest.keys() - files}
+    firsts = {
+        f: [c for c in rest[f] if c.name[:5] == "first" and c.seconds <= BRIEF]
+        for f in rest.keys() - files
+    }
     return kept | {min(cases, key=lambda c: c.seconds).name for cases in firsts.values() if cases}
 
 
