@@ -20,7 +20,7 @@ from tests.test_imports import FILES
 #                collectives are named, but not threads beside the program; late ranks get an error;
 #                threads share buffers and waits, and a fork finds locks free (root); ranks compare
 #                how many collectives they have started (+17); contexts of recomputations belong to
-#                threads (root, +10)
+#                threads (root, +10); what ranks post is typed (comm, hangs: +48)
 #   checkpoint   containers are filled in place, names in files are checked, models replaced at
 #                once; plans without collectives, in an own format (+430); object stores (+163)
 #   data         the position of a loader is one value with a digest; replicas are compared; ranks
@@ -63,7 +63,7 @@ LINES = {
     "api": 1_067,
     "autograd": 1_407,
     "checkpoint": 2_399,
-    "comm": 3_841,
+    "comm": 3_885,
     "core": 1_252,
     "data": 792,
     "dispatch": 2_581,
@@ -72,7 +72,7 @@ LINES = {
     "fsdp": 3_284,
     "gradients": 1_069,
     "graphs": 1_481,
-    "hangs": 572,
+    "hangs": 576,
     "integrations": 1_115,
     "launching": 823,
     "meta": 155,

@@ -133,6 +133,7 @@ import torch
 import torch.distributed as dist
 import disttensor as dt
 from disttensor.comm import failure_watch, rendezvous
+from disttensor.comm.reports import Topic
 from disttensor.runtime import current_runtime
 from tests.support import forked
 from tests.support.pool import fake_world
@@ -146,9 +147,10 @@ for number in range(6):
         assert x.sum().item() == 28 + 8 * number
     y = dt.reshard(x, dt.ProcessMesh([1], ("last",)), [dt.Replicate()])
     assert not y.is_initialized or y.sum().item() == 28 + 8 * number
-    assert failure_watch.watcher_of(current_runtime()).failed_rank() is None
-    failure_watch.watcher_of(current_runtime()).store.set(f"met/{rank}", "")
-    assert len(failure_watch.watcher_of(current_runtime()).gather("met", range(2), 10)) == 2
+    watcher = failure_watch.watcher_of(current_runtime())
+    assert watcher.failed_rank() is None
+    Topic("met").post(watcher, "")
+    assert len(Topic("met").gather(watcher, range(2), 10)) == 2
     dist.destroy_process_group()
     if rank == 0 and number == 2:  # one rank alone counts no world of the others
         with fake_world(4):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import threading
 import time
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 from disttensor.comm import failure_watch, lone_failure
-from disttensor.comm.process_group import read_key
+from disttensor.comm.reports import Topic
 from disttensor.errors import MismatchError, user_line
 from disttensor.runtime import last_runtime
 
@@ -42,6 +41,9 @@ class _Post(NamedTuple):
         return _communicator(self.ranks, self.purpose)
 
 
+_WAIT = Topic("wait", _Post)
+
+
 def _communicator(ranks: Sequence[int], purpose: str) -> str:
     return f"{purpose}{sorted(ranks)}"
 
@@ -61,7 +63,7 @@ class BlockedWait:
         self.before: dict[int, _Post] = {}
         self.is_posted = _runs_program(watcher)
         if self.is_posted:
-            watcher.store.set(f"wait/{watcher.rank}", json.dumps(self.post))
+            _WAIT.post(watcher, self.post)
 
     def check(self) -> None:
         """Raises MismatchError if other ranks, for some calls, wait in collectives that never end,
@@ -70,8 +72,7 @@ class BlockedWait:
         if not self.is_posted:
             return
         others = [r for r in self.post.ranks if r != self.watcher.rank]
-        texts = {r: read_key(self.watcher.store, f"wait/{r}") for r in others}
-        posts = {r: _Post(*json.loads(text)) for r, text in texts.items() if text is not None}
+        posts = _WAIT.read(self.watcher, others)
         blocked = {r: theirs for r, theirs in posts.items() if self._blocks(theirs)}
         self.same = self.same + 1 if blocked and blocked == self.before else 0
         self.before = blocked
@@ -81,7 +82,7 @@ class BlockedWait:
     def end(self) -> None:
         if self.is_posted and not self.watcher.lost:
             with contextlib.suppress(RuntimeError):
-                self.watcher.store.delete_key(f"wait/{self.watcher.rank}")
+                _WAIT.withdraw(self.watcher, self.watcher.rank)
 
     def _blocks(self, theirs: _Post) -> bool:
         mine, own, other = self.post, self.post.communicator(), theirs.communicator()

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from disttensor import callbacks
 from disttensor.cache import cached, call_when_cleared
 from disttensor.comm import failure_watch
+from disttensor.comm.reports import Topic
 from disttensor.errors import MismatchError, Place, show_place, user_line, user_place
 from disttensor.runtime import current_runtime
 from disttensor.torch_private import next_node
@@ -142,6 +143,7 @@ def fingerprint(calls: Sequence[CallSignature], nodes: int, least: int = 1) -> C
 
 
 _COLLECTIVES = "the collectives"  # in place of the name of a mesh
+_CALLS: Topic[Any] = Topic("calls")  # place of the step, [(call, line), ...]
 
 # At optimizer steps -------------------------------------------------------------------------------
 
@@ -250,11 +252,8 @@ def _explain(watcher: failure_watch.Watcher, where: str) -> bool:
     error = ""
     for step in [s for s in kept if s.number == number]:  # none if it is no longer kept
         calls = next((c for mesh, c in step.calls.items() if repr(mesh) == name), [])
-        mine = [step.place, [(c.words(), c.where) for c in calls]]
-        watcher.store.set(f"calls/{watcher.rank}", json.dumps(mine))
-        posted = watcher.gather("calls", ranks, _PATIENCE)
-        every = {rank: json.loads(text) for rank, text in posted.items()}
-        error = difference(name, number, every)
+        _CALLS.post(watcher, [step.place, [(c.words(), c.where) for c in calls]])
+        error = difference(name, number, _CALLS.gather(watcher, ranks, _PATIENCE))
     steps.error = error or (
         f"the ranks of {name} do not run the same program: their calls before optimizer step "
         f"{number} differ. A rank was some steps ahead, and has its calls no longer. Read a value "

@@ -23,6 +23,7 @@ from disttensor.comm.collective_call import call_error, gather_rows
 from disttensor.comm.groups import Ended, Group
 from disttensor.comm.lone_failure import errors_with
 from disttensor.comm.process_group import is_fake
+from disttensor.comm.reports import Topic
 from disttensor.errors import MismatchError, Place, show_place, user_place
 from disttensor.observe import observers
 from disttensor.runtime import current_runtime, last_runtime
@@ -32,6 +33,7 @@ from disttensor.torch_private import (
     without_modes,
 )
 
+_READ: Topic[str] = Topic("read")  # what the rank reads, and where
 _PATIENCE = 4.0  # seconds for the other ranks to post their reads
 
 
@@ -85,8 +87,8 @@ def _raise(words: str, group: Group) -> None:
     rank, reads = group.ranks[group.index], {}
     watcher = failure_watch.watcher_of(current_runtime())
     if watcher is not None:
-        watcher.store.set(f"read/{rank}", words)
-        reads = watcher.gather("read", sorted(group.ranks), _PATIENCE)
+        _READ.post(watcher, words)
+        reads = _READ.gather(watcher, sorted(group.ranks), _PATIENCE)
     every = {**dict.fromkeys(sorted(group.ranks), "something else"), rank: words, **reads}
     text = (
         f"ranks read different values: {', '.join(f'rank {r}: {t}' for r, t in every.items())}. "

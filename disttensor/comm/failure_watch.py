@@ -36,13 +36,15 @@ from disttensor.comm.process_group import (
     world,
     world_name,
 )
-from disttensor.comm.reports import PATIENCE, Reports, address_of
+from disttensor.comm.reports import LEFT, PATIENCE, PROCESS, Reports, Topic, address_of
 from disttensor.errors import CommError, headline, user_line
 from disttensor.runtime import Runtime, current_runtime, last_runtime
 from disttensor.torch_private import default_group, default_store
 
 PERIOD = 1.0  # seconds
 _SHOWN = 16  # ranks whose source line an error shows
+_PLACE: Topic[str] = Topic("place")  # the line that the program has reached
+_RECEIVED: Topic[str] = Topic("received")  # the rank has read the first failure
 _before: Any = None  # the previous hook, which ours calls last
 
 
@@ -193,7 +195,7 @@ def post(failure: str) -> str:
 
 def post_unseen(watcher: Watcher) -> list[int]:
     """Posts and returns the ranks that have never started a watcher."""
-    unseen = [r for r in range(watcher.size) if not watcher.store.check([f"process/{r}"])]
+    unseen = [r for r in range(watcher.size) if not PROCESS.has(watcher, r)]
     if unseen:
         post(f"ranks {unseen} ended before they made a mesh, or have not come so far")
     return unseen
@@ -232,7 +234,7 @@ def _find_failure(watcher: Watcher) -> bool:
             how = "is gone without a word: killed, or ended by os._exit, or by gloo (which does "
             how += "that where two ranks send different sizes; DISTTENSOR_DEBUG=1 compares them "
             how += "first)"
-            if watcher.store.check([f"left/{rank}"]):
+            if LEFT.has(watcher, rank):
                 how = "has ended its program before the others"
             post(f"rank {rank} {how}")
             return True
@@ -241,7 +243,7 @@ def _find_failure(watcher: Watcher) -> bool:
 
 def _receive_failure(watcher: Watcher, failure: str) -> bool:
     watcher.failed = failure
-    watcher.store.set(f"received/{watcher.rank}", "")
+    _RECEIVED.post(watcher, "")
     return True
 
 
@@ -251,7 +253,7 @@ def _places(watcher: Watcher) -> str:
     unseen = post_unseen(watcher)
     seen = [r for r in range(watcher.size) if r not in unseen]
     watcher.store.set("asked", "")
-    places = watcher.gather("place", seen[:_SHOWN], PATIENCE)
+    places = _PLACE.gather(watcher, seen[:_SHOWN], PATIENCE)
     lines = "".join(f"\n  rank {rank}: {place}" for rank, place in places.items())
     if unseen:
         return f" {watcher.failed}. Where the others are:{lines}\n "
@@ -263,7 +265,7 @@ def _report_place(watcher: Watcher, _: str) -> bool:
     steps = current_runtime().steps
     done = f"after {steps.count} optimizer steps, " if steps is not None else ""
     line = user_line(sys._current_frames().get(watcher.program))
-    watcher.store.set(f"place/{watcher.rank}", f"{done}{line}")
+    _PLACE.post(watcher, f"{done}{line}")
     return True
 
 
@@ -289,7 +291,7 @@ def leave() -> None:
             if watcher.lost or watcher.is_closed():  # the store is gone
                 return
             if not watcher.failed:
-                watcher.store.set(f"left/{watcher.rank}", "")
+                LEFT.post(watcher, "")
                 others = watcher.size - 1
                 if not watcher.keeps_store:
                     watcher.store.add("ended", 1)
@@ -299,6 +301,6 @@ def leave() -> None:
                     post(f"rank {watcher.rank} has ended its program before the others")
             if watcher.failed:
                 if watcher.keeps_store:  # the store, and the error in it, end with this rank
-                    watcher.gather("received", range(watcher.size), PATIENCE)
+                    _RECEIVED.gather(watcher, range(watcher.size), PATIENCE)
                 return
         watcher.stop()

@@ -1,26 +1,29 @@
-"""Ranks post texts for each other in a store, from threads that never block in it.
+"""Ranks post values for each other in a store, from threads that never block in it.
 
-A rank posts a text under a subject (``place/3``: where rank 3 is). Other ranks read it, or wait
-some seconds for the texts of several ranks. Each rank posts the number of its process, by which
-ranks of one machine see whether it runs.
+A ``Topic`` has one value for each rank, as where its program is. Other ranks read it, or wait some
+seconds for the values of several ranks. Each rank posts the number of its process, by which ranks
+of one machine see whether it runs.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import os
 import select
 import socket
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 from disttensor.comm.process_group import open_store, read_key, wait_until
+
+T = TypeVar("T")
 
 PATIENCE = 4.0  # seconds for other ranks to post their reports, or one more heartbeat
 
@@ -37,19 +40,11 @@ class Reports:
         # A socket that closes with the store. Its file descriptor is closed with this object.
         self.line = socket.create_connection((host, port), 10.0).detach()
         weakref.finalize(self, os.close, self.line).atexit = False
-        self.store.set(f"process/{rank}", f"{_machine()} {os.getpid()}")
+        PROCESS.post(self, RankProcess(_machine(), os.getpid()))
 
     def is_closed(self) -> bool:
         """Returns True if the store has ended. After that, C++ would print each operation."""
         return bool(select.select([self.line], [], [], 0)[0])
-
-    def gather(self, subject: str, ranks: Iterable[int], seconds: float) -> dict[int, str]:
-        """Returns the texts that these ranks have posted under ``subject``. Waits at most
-        ``seconds`` for all, then leaves out the missing ones."""
-        keys = {rank: f"{subject}/{rank}" for rank in ranks}
-        wait_until(lambda: self.store.check([*keys.values()]), seconds)
-        texts = {rank: read_key(self.store, key) for rank, key in keys.items()}
-        return {rank: text for rank, text in texts.items() if text is not None}
 
     def of_world(self, prefix: str) -> Reports:
         """Returns the posts of another world in the same store, to read."""
@@ -64,8 +59,8 @@ class Reports:
     def process_state(self, rank: int) -> str | None:
         """Returns the state of the process of ``rank`` as the system calls it ("T": stopped); "":
         it has ended. None: not known, because it is on another machine or has posted nothing."""
-        machine, _, pid = (read_key(self.store, f"process/{rank}") or "").rpartition(" ")
-        return process_state(int(pid)) if machine == _machine() else None
+        found = PROCESS.read(self, [rank]).get(rank)
+        return process_state(found.pid) if found and found.machine == _machine() else None
 
     def failed_rank(self, ranks: Sequence[int] = ()) -> int | None:
         """Returns a rank (of ``ranks``) that has left the world or whose process has ended, or
@@ -74,14 +69,59 @@ class Reports:
         elsewhere = {}
         for r in ranks or range(self.size):
             state = self.process_state(r)
-            if state == "" or self.store.check([f"left/{r}"]):
+            if state == "" or LEFT.has(self, r):
                 return r
-            if state is None and self.store.check([f"process/{r}"]):
+            if state is None and PROCESS.has(self, r):
                 elsewhere[r] = self.store.add(f"beat/{r}", 0)
         if elsewhere:
             time.sleep(PATIENCE)
         still = (r for r, beats in elsewhere.items() if self.store.add(f"beat/{r}", 0) == beats)
         return next(still, None)
+
+
+class Topic(Generic[T]):
+    """Values that ranks post, at most one for each rank, in the keys ``name/rank`` as JSON.
+
+    ``kind``: a NamedTuple, of which the values are; None: they are texts or lists.
+    """
+
+    def __init__(self, name: str, kind: Callable[..., T] | None = None) -> None:
+        self.name, self.kind = name, kind
+
+    def post(self, to: Reports, value: T) -> None:
+        """Posts the value of this rank in place of an earlier one."""
+        to.store.set(f"{self.name}/{to.rank}", json.dumps(value))
+
+    def withdraw(self, of: Reports, rank: int) -> None:
+        of.store.delete_key(f"{self.name}/{rank}")
+
+    def has(self, of: Reports, rank: int) -> bool:
+        """Returns True if the rank has posted a value."""
+        return bool(of.store.check([f"{self.name}/{rank}"]))
+
+    def read(self, of: Reports, ranks: Iterable[int]) -> dict[int, T]:
+        """Returns the values that these ranks have posted."""
+        texts = {rank: read_key(of.store, f"{self.name}/{rank}") for rank in ranks}
+        values = {rank: json.loads(text) for rank, text in texts.items() if text is not None}
+        return {r: self.kind(*v) for r, v in values.items()} if self.kind else values
+
+    def gather(self, of: Reports, ranks: Iterable[int], seconds: float) -> dict[int, T]:
+        """Returns the values of these ranks. Waits at most ``seconds`` for all, then leaves out the
+        missing ones."""
+        ranks = list(ranks)
+        wait_until(lambda: of.store.check([f"{self.name}/{rank}" for rank in ranks]), seconds)
+        return self.read(of, ranks)
+
+
+class RankProcess(NamedTuple):
+    """``machine``: the same for processes that can look up each other's process ids."""
+
+    machine: str
+    pid: int
+
+
+PROCESS = Topic("process", RankProcess)
+LEFT: Topic[str] = Topic("left")  # the rank has ended its program
 
 
 def address_of(store: Any) -> tuple[str, int]:
@@ -102,7 +142,7 @@ def process_state(pid: int) -> str:
 
 
 def _machine() -> str:
-    """Returns a name that is equal for processes which can look up each other's process ids."""
+    """Returns the machine of this ``RankProcess``."""
     try:
         return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:

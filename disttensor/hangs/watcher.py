@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import sys
 import threading
@@ -12,7 +11,7 @@ from typing import Any
 
 from disttensor.checks import check_positive
 from disttensor.comm.process_group import attempt, read_key, world
-from disttensor.comm.reports import Reports, address_of
+from disttensor.comm.reports import Reports, Topic, address_of
 from disttensor.hangs.diagnosis import diagnose, situation
 from disttensor.hangs.flight import StartedCollective, start_recorder
 from disttensor.hangs.status import MainThread, Status
@@ -116,7 +115,7 @@ class Watch(threading.Thread):
 
     def _answer(self, reports: Reports, number: int, status: Status) -> None:
         self.answered = number
-        reports.store.set(f"status/{number}/{reports.rank}", json.dumps(status))
+        _answers(number).post(reports, status)
 
     def _ask(self, reports: Reports, status: Status) -> None:
         """Collects where all ranks are, and prints a diagnosis unless it is known. One rank of the
@@ -138,8 +137,8 @@ class Watch(threading.Thread):
     def _collect(self, reports: Reports, number: int, status: Status) -> None:
         store = reports.store
         self._answer(reports, number, status)
-        texts = reports.gather(f"status/{number}", range(reports.size), _ANSWERS)
-        found = {r: _status(json.loads(text)) for r, text in texts.items()}
+        topic = _answers(number)
+        found = topic.gather(reports, range(reports.size), _ANSWERS)
         silent = {r: reports.process_state(r) for r in range(reports.size) if r not in found}
         now = situation(found, silent)
         if now != (read_key(store, "told") or ""):
@@ -147,12 +146,17 @@ class Watch(threading.Thread):
             self._print(diagnose(found, silent))
         self.told, self.next = now, time.monotonic() + 2 * self.seconds
         for r in range(reports.size):
-            store.delete_key(f"status/{number}/{r}")
+            topic.withdraw(reports, r)
 
     def _print(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def _status(values: list[Any]) -> Status:
+def _answers(number: int) -> Topic[Status]:
+    """Returns the topic of the answers to a question."""
+    return Topic(f"status/{number}", _status)
+
+
+def _status(*values: Any) -> Status:
     status = Status(*values)
     return status._replace(collectives=[StartedCollective(*c) for c in status.collectives])
