@@ -195,7 +195,7 @@ def _find(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
     try:
         return _run(func, args, kwargs, every)
     except DataDependentOutput:
-        if named_dynamic(func) or by_mask(func, args):  # reads data for the shape, as one_hot
+        if named_dynamic(func, args):  # reads data for the shape, as one_hot
             raise Dynamic(name_of(func)) from None
         raise
     except Dynamic:
@@ -215,8 +215,7 @@ def _on_meta(
     return (
         bool(tensors)
         and _makes_nothing(func)
-        and not named_dynamic(func)
-        and not by_mask(func, args)
+        and not named_dynamic(func, args)
         and all(t.device == tensors[0].device for t in tensors)
         and not any(isinstance(v, (torch.device, str)) for v in values)
         and surroundings()[1:] == (None, None)
@@ -333,22 +332,16 @@ def _reached(value: Tensor, leaves: list[Tensor]) -> tuple[int, ...]:
     return tuple(i for i, leaf in enumerate(leaves) if id(leaf) in found)
 
 
-def named_dynamic(func: Callable[..., Any]) -> bool:
-    return getattr(func, "__name__", "").strip("_").startswith(_DYNAMIC)
-
-
-def by_mask(func: Callable[..., Any], args: Sequence[Any]) -> bool:
-    """Returns True if it indexes with a mask."""
+def named_dynamic(func: Callable[..., Any], args: Sequence[Any]) -> bool:
+    """Returns True if the name says that shapes may depend on data, or if it indexes with a
+    mask."""
     name = getattr(func, "__name__", "").strip("_")
     indices = collect(args[1:], [], TENSORS) if name == "getitem" else ()
-    return any(t.dtype in _MASKS for t in indices)
+    return name.startswith(_DYNAMIC) or any(t.dtype in _MASKS for t in indices)
 
 
 def is_dynamic(func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> bool:
-    """Returns True if the shape of the result depends on data. Only functions with certain names
-    are run, as a run costs time."""
-    if not by_mask(func, args) and not named_dynamic(func):
-        return False
+    """Returns True if the shape of the result depends on data, as a rank off the mesh finds."""
     try:
         answer(func, args, kwargs or {})
     except Dynamic:

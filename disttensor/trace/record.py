@@ -59,7 +59,7 @@ from disttensor.trace.torch_functions import (
     unneeded_cast,
 )
 from disttensor.trace.world_state import Untraceable, WorldState, world_state
-from ops.answer import is_dynamic
+from ops.answer import is_dynamic, named_dynamic
 
 Tensor = torch.Tensor
 Function = Callable[..., Any]
@@ -194,7 +194,7 @@ class CallRecorder(Observer):
             return func(*args, **kwargs)
         self.advance()
         if DistTensor in types:
-            if is_dynamic(func, args, kwargs):
+            if named_dynamic(func, args) and is_dynamic(func, args, kwargs):
                 self.refuse(f"{name_of(func)}: the shape of its result depends on data")
             if func == Tensor.data.__set__:  # type: ignore[attr-defined]  # changes a wrapper below its class
                 with no_torch_function():

@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.utils import rnn
 
 from disttensor import ProcessMesh
 from disttensor.errors import FallbackWarning
@@ -108,11 +109,22 @@ def nothing_found(x, ints, rows, counts):
     return x[x > 1e9].sum() + x.masked_select(x > 1e9).sum(), torch.nonzero(x > 1e9).sum(0)
 
 
+def packed_sequence(x, ints, rows, counts):
+    packed = rnn.pack_padded_sequence(x.unsqueeze(-1), torch.tensor([7, 4, 4, 2, 1]))
+    return packed.data * 2, packed.batch_sizes + 1
+
+
+def ctc_loss(x, ints, rows, counts):
+    names = x.log_softmax(-1).unsqueeze(1).expand(7, 2, 5)
+    lengths = torch.tensor([7, 6]), torch.tensor([2, 1])
+    return F.ctc_loss(names, torch.tensor([[1, 2], [3, 4]]), *lengths)
+
+
 PROGRAMS = [
     nonzero, nonzero_tuple, argwhere, where, masked_select, getitem, getitem_rows, getitem_mixed,
     setitem, setitem_rows, unique,
     unique_all, unique_dim, unique_consecutive, bincount, repeat_interleave,
-    repeat_interleave_of_counts, one_hot, nothing_found,
+    repeat_interleave_of_counts, one_hot, nothing_found, packed_sequence, ctc_loss,
 ]  # fmt: skip
 
 
