@@ -40,7 +40,7 @@ from tests.test_imports import FILES
 #                over split dims and at special points; promotion of pending values; a warm reshape
 #                of one row decides nothing again (+6)
 #   optim        owners: an optimizer that needs whole matrices has each of them on one rank; one
-#                that combines parameters is an error (+200)
+#                that combines parameters is an error (+200); copies have the owners (+28)
 #   pipeline     one random state for each micro-batch; tensors written after they were sent; nodes
 #                that several visits read
 #   random       regular tensors draw alike in each call on DistTensors; ranks with empty pieces
@@ -78,7 +78,7 @@ LINES = {
     "meta": 155,
     "nn": 926,
     "ops": 9_072,
-    "optim": 1_131,
+    "optim": 1_159,
     "parallel": 860,
     "patches": 1_483,
     "pieces": 625,

@@ -98,6 +98,32 @@ def own(optimizer: AnyOptimizer, choose: Callable[[Tensor], bool] = is_matrix) -
     optimizer.step = MethodType(  # type: ignore[method-assign]
         Optimizer.profile_hook_step(step), optimizer
     )
+    optimizer.__reduce_ex__ = MethodType(_reduce, optimizer)  # type: ignore[method-assign]
+    return optimizer
+
+
+# Copies and pickles -------------------------------------------------------------------------------
+
+
+def _reduce(optimizer: Optimizer, protocol: Any) -> Any:
+    """Returns ``__reduce_ex__`` of an optimizer with owners. Torch's keeps no attributes, so a copy
+    would have the states that are on the owners, and no owners."""
+    reduced: Any = type(optimizer).__reduce_ex__(optimizer, protocol)
+    make, args, *rest = reduced
+    owners: Owners = getattr(optimizer, OWNERS)
+    ranks = [(p, mesh.ranks[0]) for p, mesh in owners.of.values()]
+    return _remade, (make, args, owners.choose, ranks, owners.steps), *rest
+
+
+def _remade(
+    make: Callable[..., Optimizer], args: Any, choose: Callable[[Tensor], bool],
+    ranks: list[tuple[DistTensor, int]], steps: int,
+) -> Optimizer:  # fmt: skip
+    optimizer = own(make(*args), choose)
+    owners: Owners = getattr(optimizer, OWNERS)
+    owners.steps = steps
+    for p, rank in ranks:
+        owners.give(p, rank)
     return optimizer
 
 

@@ -38,10 +38,12 @@ class Owners:
         held = [p for p in params if isinstance(p, DistTensor) and id(p) not in self.of]
         new = [p for p in held if _can_be_owned(p) and self.choose(p)]
         for p in sorted(new, key=_cost, reverse=True):
-            mesh = p.spec.mesh.root
-            rank = min(mesh.ranks, key=lambda r: self.cost.get(r, 0))
-            self.cost[rank] = self.cost.get(rank, 0) + _cost(p)
-            self.of[id(p)] = p, ProcessMesh([rank], ("owner",), mesh.device_type)
+            self.give(p, min(p.spec.mesh.root.ranks, key=lambda r: self.cost.get(r, 0)))
+
+    def give(self, p: DistTensor, rank: int) -> None:
+        """Makes ``rank`` the owner of p."""
+        self.cost[rank] = self.cost.get(rank, 0) + _cost(p)
+        self.of[id(p)] = p, ProcessMesh([rank], ("owner",), p.spec.mesh.root.device_type)
 
 
 def _can_be_owned(p: DistTensor) -> bool:

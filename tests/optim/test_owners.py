@@ -4,6 +4,7 @@ else is as without owners."""
 from __future__ import annotations
 
 import copy
+import pickle
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -313,6 +314,24 @@ def test_state_dict_and_state_from_before_the_call() -> None:
     got = rest(model, late)
     plain = net()
     close(got, train(plain, 4, None, (Whole(matrices(plain)), torch.optim.AdamW([matrix], lr=0.0))))
+
+
+@pytest.mark.filterwarnings("ignore::disttensor.errors.PieceWarning")
+@pytest.mark.parametrize("is_pickled", [False, True])
+@on_ranks(2)
+def test_copies_have_the_owners(is_pickled: bool) -> None:
+    want = train(net(), 4)
+    model = dt.shard_module(net(), line(), {"0.weight": [S0], "4.weight": [dt.Shard(1)]})
+    used = optimizers(model)
+    train(model, 2, line(), used)
+    both = model, used
+    copied, others = pickle.loads(pickle.dumps(both)) if is_pickled else copy.deepcopy(both)
+    for one, made in ((copied, others), both):
+        ranks = [mesh.ranks for _, mesh in owners.owners_of(made[0]).values()]
+        assert ranks == [mesh.ranks for _, mesh in owners.owners_of(used[0]).values()] != []
+        for i in (2, 3):
+            step(one, made, line(), i)
+        close(values(one), want)
 
 
 def finish(folder: Path, mesh: Any, **options: Any) -> Any:
