@@ -103,8 +103,9 @@ def with_mask(call: LocalCall) -> Callable[..., Any]:
         keep = draw.numbers("bernoulli", call.outputs[0], torch.bool, input.device, p=1.0 - p)
         return input * keep * (1.0 / (1.0 - p) if p < 1.0 else 0.0), keep
 
-    def fast(*args: Any, **kwargs: Any) -> Any:
-        out, keep = torch.native_dropout(*args, **kwargs)
+    def fast(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        # of an empty tensor torch returns the tensor itself, which must not be a leaf
+        out, keep = torch.native_dropout(input.view_as(input), *args, **kwargs)
         return out, keep.bool()  # of an empty tensor torch returns floats
 
     return drawing(call, "fast", by_position, func=fast)

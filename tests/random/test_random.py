@@ -312,6 +312,14 @@ def test_eval_draws_nothing_and_keeps_gradients() -> None:
         assert torch.equal(everything(w.grad), torch.full((4, 4), 4.0))
 
 
+@on_ranks(2)
+def test_native_dropout_of_an_empty_piece_has_a_gradient() -> None:
+    x = dt.ones(1, 6, mesh=dt.init_mesh((2,)), placements=[S0], requires_grad=True)
+    out, _ = torch.native_dropout(x, 0.5, True)
+    out.sum().backward()
+    assert x.grad is not None and torch.equal(everything(x.grad), everything(out))
+
+
 @everywhere
 def test_gradients_of_masks() -> None:
     """d(out)/d(in) of every dropout is what the forward multiplied by."""
