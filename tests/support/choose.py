@@ -1,10 +1,10 @@
-"""Chooses the quick tests among the candidates: cases that run the most lines of the packages in a
-bounded time (``make choose``).
+"""Chooses the quick tests among the candidates: cases that run the most lines of the packages in
+the least time (``make choose``).
 
 A line counts 1 for the first case that runs it, ``AGAIN`` for the second, ``AGAIN`` ** 2 for the
 third. The main test of each feature is kept. Then cases are taken by what they add in a second,
-until they take ``BUDGET`` seconds together; each file keeps a case of at most ``BRIEF`` seconds, if
-it has one. The other candidates are written to ``repeats.txt``.
+as long as it is ``LEAST``; each file keeps a case of at most ``BRIEF`` seconds, if it has one. The
+other candidates are written to ``repeats.txt``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.support.quick import REPEATS, ROOT, functions_of
 
 AGAIN = 0.3
 BRIEF = 5.0  # seconds, with the notes
-BUDGET = 450.0  # seconds of one worker, with the notes, without features
+LEAST = 5.0  # lines that a case adds in a second, with the notes
 HEAD = "# Candidates whose lines other quick tests run. From: make choose"
 
 
@@ -51,9 +51,9 @@ def cases_of(rows: Iterable[tuple[str, float, list[int]]]) -> list[Case]:
     return [case._replace(seconds=least[case.function]) for case in cases]
 
 
-def chosen(cases: Iterable[Case], features: Iterable[str], budget: float = BUDGET) -> set[str]:
+def chosen(cases: Iterable[Case], features: Iterable[str], least: float = LEAST) -> set[str]:
     """Returns the names of the cases to keep. ``features``: functions that are kept."""
-    kept, total, counts, queue = set(), 0.0, Counter[int](), []
+    kept, counts, queue = set(), Counter[int](), []
     firm = set(features)
 
     def worth(case: Case) -> float:
@@ -72,9 +72,8 @@ def chosen(cases: Iterable[Case], features: Iterable[str], budget: float = BUDGE
         now = worth(case)
         if queue and now < -queue[0][0]:
             heapq.heappush(queue, (-now, case))
-        elif total + case.seconds <= budget:
+        elif now >= least:
             kept.add(case.name)
-            total += case.seconds
             counts.update(case.lines)
         else:
             rest[case.file].append(case)

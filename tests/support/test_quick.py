@@ -64,8 +64,8 @@ def test_cases_are_chosen_by_the_lines_that_they_add_in_a_second() -> None:
     twice, alone = Case("first a.py::twice", 1.0, [3]), Case("first b.py::alone", 5.0, [1])
     every = [twice, long, short, alone]
     assert chosen(every, [], 1.0) == {short.name, alone.name}  # each file keeps a case
-    assert chosen(every, [], 2.0) == {short.name, twice.name, alone.name}
-    assert chosen(every, ["a.py::long"], 1.0) == {long.name, short.name, alone.name}
+    assert chosen(every, [], 0.2) == {short.name, twice.name, alone.name}
+    assert chosen(every, ["a.py::long"], 0.5) == {long.name, short.name, alone.name}
 
 
 def test_long_functions_are_left_out_unless_a_file_or_a_feature_needs_them() -> None:
