@@ -34,8 +34,8 @@ from tests.test_imports import FILES
 #   integrations files that libraries write by their own functions, from all ranks
 #   launching    what a rank prints is written before the rank is ended; a fork that is not a rank
 #                yet gets no Ctrl-C (root: one state for two threads that enter a world)
-#   meta         regular tensors get the value of another mesh where values are everywhere; a tensor
-#                that a skipped module returns twice is one tensor (+3)
+#   off_mesh     regular tensors get the value of another mesh where values are everywhere; a
+#                tensor that a skipped module returns twice is one tensor (+3)
 #   ops          torch is asked for results, aliasing and errors (in part from meta); exact sums
 #                over split dims and at special points; promotion of pending values; a warm reshape
 #                of one row decides nothing again (+6)
@@ -75,8 +75,8 @@ LINES = {
     "hangs": 576,
     "integrations": 1_115,
     "launching": 823,
-    "meta": 155,
     "nn": 926,
+    "off_mesh": 155,
     "ops": 9_072,
     "optim": 1_159,
     "parallel": 860,

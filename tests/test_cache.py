@@ -17,7 +17,7 @@ import disttensor as dt
 from disttensor import cache, errors, runtime
 from disttensor.cache import Cache, cached
 from disttensor.comm import buffers
-from disttensor.dispatch import decompose
+from disttensor.dispatch import function_body
 from tests.support import forked
 
 
@@ -71,7 +71,7 @@ def test_threads_may_share_a_cache() -> None:
 def test_functions_that_are_made_for_each_call_are_not_kept() -> None:
     mesh = dt.ProcessMesh([0], ("x",))
     x, gone = dt.ones(3, mesh=mesh), []
-    before = len(decompose._bodies), len(errors.warned)
+    before = len(function_body._bodies), len(errors.warned)
 
     def call() -> None:
         def local(t: Any) -> Any:
@@ -90,7 +90,7 @@ def test_functions_that_are_made_for_each_call_are_not_kept() -> None:
     cache.clear_caches()  # of the plans, which hold their functions
     gc.collect()
     assert [ref() for ref in gone] == [None] * 5
-    after = len(decompose._bodies), len(errors.warned)
+    after = len(function_body._bodies), len(errors.warned)
     assert after[0] == before[0] and after[1] <= before[1] + 1
 
 

@@ -38,7 +38,7 @@ LAYERS = (
     "random",
     "tensor",
     "gradients",
-    "meta",
+    "off_mesh",
     "dispatch",
     "optim",
     "api",

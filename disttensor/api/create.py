@@ -22,8 +22,8 @@ from disttensor.comm import compare_programs
 from disttensor.core.mesh import ProcessMesh, as_mesh
 from disttensor.core.placement import Placement
 from disttensor.core.spec import spec_of
-from disttensor.meta import execute
-from disttensor.random import state
+from disttensor.off_mesh import execute
+from disttensor.random import draws
 from disttensor.random.factories import dtype_of, make_local
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.reshard import resharded
@@ -72,7 +72,7 @@ def from_fn(
         given = (*args, extent) if fn is torch.randint else (extent, *args)
         made = answer(fn, given, {**kwargs, "dtype": dtype, "device": mesh.device})
         if made.draws:
-            state.draw(mesh, "invariant", kwargs.get("generator"))
+            draws.draw(mesh, "invariant", kwargs.get("generator"))
         return execute.off_mesh_leaf(spec.with_dtype(made.outs[0].dtype), requires_grad)
     compare_programs.record_entry(who, spec, bool(requires_grad))
     local = make_local(fn, spec, args, kwargs)

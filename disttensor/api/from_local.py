@@ -17,7 +17,7 @@ from disttensor.core.layout import Axes, Layout
 from disttensor.core.mesh import ProcessMesh, as_mesh
 from disttensor.core.placement import Placement
 from disttensor.core.spec import DistSpec, check_spec, layout_from, spec_of
-from disttensor.meta import execute
+from disttensor.off_mesh import execute
 from disttensor.tensor import views
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.values import axes_of_grad

@@ -28,7 +28,7 @@ from disttensor.core.spec import DistSpec
 from disttensor.dispatch.key import key_of
 from disttensor.dispatch.resolve import mesh_of_call, refuse_torch_dtensors, regular_spec
 from disttensor.dispatch.run import as_replicated
-from disttensor.meta import execute
+from disttensor.off_mesh import execute
 from disttensor.pytree import Uncacheable, collect, find_tensors, rebuild, substitute
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.reshard import resharded_local

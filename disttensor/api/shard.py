@@ -26,7 +26,7 @@ from disttensor.core.mesh import ProcessMesh, as_mesh
 from disttensor.core.placement import Placement
 from disttensor.core.spec import DistSpec, spec_of
 from disttensor.errors import MismatchError, user_place
-from disttensor.meta import execute
+from disttensor.off_mesh import execute
 from disttensor.runtime import current_runtime
 from disttensor.tensor.awaited import start_reshard
 from disttensor.tensor.dist_tensor import DistTensor, wrap

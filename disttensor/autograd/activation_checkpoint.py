@@ -8,7 +8,7 @@ n-th call takes the n-th note:
     the innermost recomputation around a call   gives its note (without one, the counter does)
     the forwards of regions inside that         note it, for recomputations of their own
 
-``disttensor.patches.checkpoint`` opens a ``Run`` around each forward and each recomputation.
+``patches/activation_checkpoint.py`` opens a ``Run`` around each forward and each recomputation.
 
 Ranks that are in several meshes recompute a region at the first of its nodes that saved a tensor,
 which other ranks may not have. All ranks must recompute it before they run its collectives. So a

@@ -23,7 +23,7 @@ from disttensor.data.entries import (
     sample_axes,
 )
 from disttensor.data.order import BatchRows
-from disttensor.meta import execute
+from disttensor.off_mesh import execute
 from disttensor.pytree import Path
 from disttensor.tensor.dist_tensor import wrap
 

@@ -12,16 +12,16 @@ import torch
 from disttensor.comm import objects
 from disttensor.dispatch import strict
 from disttensor.dispatch.call_plan import PythonCall
-from disttensor.dispatch.decompose import body_of
+from disttensor.dispatch.function_body import body_of
 from disttensor.dispatch.pending_grads import reduce_pending
 from disttensor.dispatch.plan_call import plan_off_mesh
 from disttensor.dispatch.resolve import mesh_of_call, regular_spec
 from disttensor.dispatch.run import run_off_mesh
 from disttensor.dispatch.writes import mark_written
 from disttensor.errors import name_of
-from disttensor.meta import execute
+from disttensor.off_mesh import execute
 from disttensor.pytree import collect, rebuild, substitute
-from disttensor.random.state import fork_generators, generator_for_one, generator_in
+from disttensor.random.draws import fork_generators, generator_for_one, generator_in
 from disttensor.tensor import views
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.reshard import resharded_local

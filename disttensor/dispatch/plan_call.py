@@ -12,12 +12,12 @@ from disttensor.core.layout import Axes, Layout, replicated
 from disttensor.core.mesh import ProcessMesh
 from disttensor.core.spec import DistSpec
 from disttensor.dispatch.call_plan import CONSTANT, CallPlan, Read, ReadKind
-from disttensor.dispatch.local_context import MeshCollectives
+from disttensor.dispatch.mesh_collectives import MeshCollectives
 from disttensor.dispatch.resolve import CallByRule
 from disttensor.dispatch.writes import first_of, is_untracked
-from disttensor.meta import execute
+from disttensor.off_mesh import execute
 from disttensor.pytree import collect
-from disttensor.random.state import DRAWS_NOTHING
+from disttensor.random.draws import DRAWS_NOTHING
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.reshard import is_local_relabel
 from ops.answer import TensorResult, is_dynamic, surroundings

@@ -20,7 +20,7 @@ from disttensor.core.layout import replicated
 from disttensor.core.mesh import ProcessMesh
 from disttensor.core.spec import DistSpec
 from disttensor.dispatch import balanced, foreach
-from disttensor.dispatch.decompose import body_of
+from disttensor.dispatch.function_body import body_of
 from disttensor.dispatch.key import key_without_sizes, of_no_mesh
 from disttensor.errors import name_of
 from disttensor.pytree import collect, substitute

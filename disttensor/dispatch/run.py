@@ -20,10 +20,10 @@ from disttensor.dispatch.outputs import wrap_outputs
 from disttensor.dispatch.pending_grads import needs_reduction, reduce_pending
 from disttensor.dispatch.plan_call import variant_of
 from disttensor.dispatch.writes import first_of, mark_written
-from disttensor.meta import execute as off_mesh
 from disttensor.observe import observers
+from disttensor.off_mesh import execute as off_mesh
 from disttensor.pytree import collect, substitute
-from disttensor.random import state
+from disttensor.random import draws
 from disttensor.tensor import views
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.reshard import resharded_local
@@ -257,7 +257,7 @@ def run_off_mesh(plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any]) ->
     tensors: list[Any] = collect((args, kwargs), [])
     plan = variant_of(plan, args, kwargs, tensors)
     if plan.draws is True or (plan.draws and not plan.draws(*args, **kwargs)):
-        state.draw(mesh, "fast", state.generator_in(args, kwargs))
+        draws.draw(mesh, "fast", draws.generator_in(args, kwargs))
     if plan.broadcasts_shape:
         received = objects.recv_object(mesh.root.ranks, mesh.device)
         return off_mesh.wrap_received(received, mesh, args, kwargs)

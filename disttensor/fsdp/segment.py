@@ -24,7 +24,7 @@ from disttensor.fsdp.all_gather_buffer import AllGatherBuffer
 from disttensor.fsdp.graph_hooks import SegmentForward
 from disttensor.fsdp.param import FSDPParam
 from disttensor.fsdp.states import ForwardState, Pin, SegmentBackward, ShardState
-from disttensor.meta import execute
+from disttensor.off_mesh import execute
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.grad_slot import grad_slot
 from disttensor.torch_private import storage_id

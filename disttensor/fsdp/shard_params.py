@@ -13,10 +13,10 @@ from disttensor.core.mesh import ProcessMesh
 from disttensor.core.placement import Replicate, Shard
 from disttensor.core.spec import DistSpec
 from disttensor.fsdp.replicas import broadcast_replicas, replicas_of
-from disttensor.meta import execute
 from disttensor.nn.parameters import slots
 from disttensor.nn.shard_module import place
 from disttensor.nn.shared_memory import replace_held
+from disttensor.off_mesh import execute
 from disttensor.tensor.base import as_parameter
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.user_facts import carry_over

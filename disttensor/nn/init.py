@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from disttensor.core.layout import Layout
-from disttensor.random import state
+from disttensor.random import draws
 from disttensor.random.distributions import check_truncated_normal
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from ops.answer import answer
@@ -30,14 +30,14 @@ def wrap_sparse(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(tensor, *args, **kwargs)
         if not tensor.is_initialized:
             if answer(original, (tensor, *args), kwargs).draws:
-                state.draw(tensor.spec.mesh, "fast")
+                draws.draw(tensor.spec.mesh, "fast")
             if any(isinstance(a, torch.Generator) for a in (*args, *kwargs.values())):
                 with torch.random.fork_rng([]):  # the generator goes on as on the mesh
                     original(torch.empty(tensor.shape, dtype=tensor.dtype), *args, **kwargs)
             return tensor
         full = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         with torch.no_grad():
-            with state.fork_generators(tensor.spec.mesh):
+            with draws.fork_generators(tensor.spec.mesh):
                 original(full, *args, **kwargs)
             tensor.copy_(full)
         return tensor
@@ -57,7 +57,7 @@ def wrap_trunc_normal(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(tensor, mean, std, a, b, generator)
         spec = tensor.spec
         check_truncated_normal(spec.dtype, std, a, b)
-        this = state.draw(spec.mesh, "invariant", generator)
+        this = draws.draw(spec.mesh, "invariant", generator)
         if not tensor.is_initialized:
             return tensor
         spec = spec.with_layout(Layout(spec.layout.dims, custom=spec.layout.custom))

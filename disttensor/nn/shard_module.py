@@ -18,11 +18,11 @@ from disttensor.core.mesh import ProcessMesh, as_mesh
 from disttensor.core.placement import Placement, Replicate
 from disttensor.core.spec import DistSpec
 from disttensor.experts import expert_modules
-from disttensor.meta import execute
 from disttensor.nn.names import covers, list_names
 from disttensor.nn.parameters import Slot, slots
 from disttensor.nn.shared_memory import check_memory, replace_held
 from disttensor.nn.torch_styles import is_style, placements_of, splits
+from disttensor.off_mesh import execute
 from disttensor.progress import bar
 from disttensor.tensor.base import as_parameter
 from disttensor.tensor.dist_tensor import DistTensor, wrap

@@ -40,8 +40,8 @@ from disttensor.optim.owners import (
 )
 from disttensor.pytree import collect, substitute
 from disttensor.random import counter
+from disttensor.random.draws import Seeded
 from disttensor.random.philox import derive
-from disttensor.random.state import Seeded
 from disttensor.tensor.dist_tensor import DistTensor, local_of, wrap
 from disttensor.tensor.user_facts import pass_attributes
 

@@ -13,7 +13,7 @@ import torch
 from disttensor.core.layout import replicated
 from disttensor.core.mesh import ProcessMesh
 from disttensor.core.spec import DistSpec
-from disttensor.meta.execute import off_mesh_leaf
+from disttensor.off_mesh.execute import off_mesh_leaf
 from disttensor.pytree import collect
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 

@@ -30,7 +30,7 @@ from disttensor.dispatch.fallback import gather_and_run
 from disttensor.errors import CustomFunctionError, refuse_collectives, user_line
 from disttensor.observe import begin_call, observers, run_step
 from disttensor.pytree import collect, substitute
-from disttensor.random.state import LaterDraws
+from disttensor.random.draws import LaterDraws
 from disttensor.tensor.awaited import Awaited
 from disttensor.tensor.backward import DIST_ARGUMENTS
 from disttensor.tensor.base import MeshTensor

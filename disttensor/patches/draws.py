@@ -11,7 +11,7 @@ from torch import distributions
 from torch.distributions import Distribution
 
 from disttensor.pytree import find_tensors
-from disttensor.random.state import fork_generators
+from disttensor.random.draws import fork_generators
 from disttensor.tensor.dist_tensor import DistTensor
 
 # sample and rsample of all distributions, as places of ``change.replace``

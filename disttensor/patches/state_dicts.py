@@ -14,7 +14,7 @@ import torch
 from disttensor.api.shard import shard_tensor
 from disttensor.comm import objects
 from disttensor.core.mesh import ProcessMesh
-from disttensor.meta import execute
+from disttensor.off_mesh import execute
 from disttensor.optim.owners import like_state
 from disttensor.pytree import substitute
 from disttensor.tensor.checkpointable import spec_of_boxes

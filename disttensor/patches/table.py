@@ -14,9 +14,9 @@ from disttensor.comm import failure_watch
 from disttensor.nn import init
 from disttensor.optim import grad_scaler, step_hooks
 from disttensor.patches import (
+    activation_checkpoint,
     autograd_function,
     backward_hooks,
-    checkpoint,
     clip_grad,
     draws,
     refusals,
@@ -101,9 +101,9 @@ _CHECKPOINT = "torch.distributed.checkpoint."
 _STATE_DICTS = "torch.distributed._state_dict_utils:"
 _NORM = "torch.nn.utils:get_total_norm", "torch.nn.utils.clip_grad:_get_total_norm"
 _checkpoint_generator = (
-    "_checkpoint_without_reentrant_generator_impl"
+    "torch.utils.checkpoint:_checkpoint_without_reentrant_generator_impl"
     if hasattr(torch_checkpoint, "_checkpoint_without_reentrant_generator_impl")  # torch 2.14
-    else "_checkpoint_without_reentrant_generator"
+    else "torch.utils.checkpoint:_checkpoint_without_reentrant_generator"
 )
 
 TABLE = (
@@ -194,8 +194,8 @@ TABLE = (
         "torch.utils.checkpoint.checkpoint",
         "A recomputed region would draw other random numbers than its forward, and its restored "
         "inputs would not require grad.",
-        "``context_fn=`` of each call, see disttensor/patches/checkpoint.py.",
-        replace(checkpoint.wrap_generator, f"torch.utils.checkpoint:{_checkpoint_generator}"),
+        "``context_fn=`` of each call, see disttensor/patches/activation_checkpoint.py.",
+        replace(activation_checkpoint.wrap_generator, _checkpoint_generator),
     ),
     Change(
         "torch.optim.Optimizer.step",

@@ -5,6 +5,6 @@ rank's piece.
 ``ops.random`` lists the torch functions that draw.
 """
 
-from disttensor.random.state import rng
+from disttensor.random.draws import rng
 
 __all__ = ["rng"]

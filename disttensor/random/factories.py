@@ -12,7 +12,7 @@ from disttensor.core.layout import box_at
 from disttensor.core.mesh import ProcessMesh
 from disttensor.core.spec import DistSpec
 from disttensor.random.distributions import permutation
-from disttensor.random.state import draw, fork_generators
+from disttensor.random.draws import draw, fork_generators
 from disttensor.torch_private import no_dispatch, no_function_mode
 
 _DISTRIBUTIONS = {torch.rand: "uniform", torch.randn: "normal", torch.randint: "integers"}

@@ -21,10 +21,10 @@ from disttensor.autograd import token
 from disttensor.core.spec import DistSpec
 from disttensor.errors import name_of
 from disttensor.graph_nodes import nodes_of
-from disttensor.meta import execute
 from disttensor.observe import observers
+from disttensor.off_mesh import execute
 from disttensor.pytree import CONSTANTS, collect, substitute
-from disttensor.random import state
+from disttensor.random import draws
 from disttensor.tensor import views
 from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.trace.world_state import Untraceable, world_state
@@ -58,7 +58,7 @@ class OffMeshProgram:
     def run(self, inputs: Sequence[DistTensor]) -> Any:
         mesh, result = self.spec.mesh, self.result
         for _ in range(self.draws):
-            state.draw(mesh, "fast")
+            draws.draw(mesh, "fast")
         if not self.single:
             return execute.fill_results(result, self.specs, [*inputs, self.no_source], mesh.device)
         joined = self.no_grad

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from disttensor.dispatch.decompose import body_of
+from disttensor.dispatch.function_body import body_of
 
 # Questions about a tensor whose answers follow from its metadata, or are read by our own code.
 _ASKED = frozenset({

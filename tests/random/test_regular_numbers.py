@@ -21,7 +21,7 @@ import disttensor as dt
 from disttensor import ProcessMesh, Replicate, Shard
 from disttensor.api.create import from_fn
 from disttensor.random import counter
-from disttensor.random.state import fork_generators
+from disttensor.random.draws import fork_generators
 from tests.support.oracle import grid, line
 from tests.support.pool import on_ranks, run_on_ranks
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from disttensor.comm.work import finished
 from disttensor.core.layout import box_at
-from disttensor.random.state import Note, RandomDraw
+from disttensor.random.draws import Note, RandomDraw
 
 Coordinate = tuple[int, ...]
 PATIENCE = 10.0  # seconds that a rank waits for the others

@@ -16,7 +16,7 @@ from disttensor.comm.work import finished
 from disttensor.core.layout import Axes, Layout
 from disttensor.core.spec import DistSpec
 from disttensor.observe import observers
-from disttensor.random import state
+from disttensor.random import draws
 
 Tensor = torch.Tensor
 T = TypeVar("T")
@@ -97,5 +97,5 @@ class MeshCollectives:
         )
         return reshard_local(x, src, dst, None)
 
-    def draw(self, default: str, generator: torch.Generator | None = None) -> state.RandomDraw:
-        return state.draw(self.mesh, default, generator)
+    def draw(self, default: str, generator: torch.Generator | None = None) -> draws.RandomDraw:
+        return draws.draw(self.mesh, default, generator)
