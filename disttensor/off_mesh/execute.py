@@ -101,6 +101,8 @@ def update_written(func: Function, target: Any, tensors: list[Any], mesh: Proces
     targets: list[Any] = collect(target, [])
     for t in targets:
         if type(t) is DistTensor:
+            views.refuse_copy(t, func)
+            views.outdate_input(t)
             invalidate(t)
         elif not values_everywhere.current():
             raise RuntimeError(

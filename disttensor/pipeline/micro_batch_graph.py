@@ -198,7 +198,7 @@ class MicroBatchGraph:
     def next_visit(self, xs: Sequence[DistTensor]) -> list[DistTensor]:
         """Begins the next visit on the same mesh, with these tensors."""
         if not xs[0].is_initialized:
-            return list(xs)
+            return [x.like(x.local, x.spec) if x.requires_grad else x for x in xs]
         self.found_boundary = True
         self._begin_visit()
         return [

@@ -29,6 +29,7 @@ from disttensor.pytree import find_tensors, replace_tensors
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.reshard import MICRO_BATCH
 from disttensor.tensor.user_facts import pass_attributes
+from disttensor.tensor.views import stand_for, view_state
 from disttensor.trace.skip import skip
 
 Tensor = torch.Tensor
@@ -174,6 +175,12 @@ class _Borrowed:
         """Sets attributes that hide the entries of ``_parameters`` and ``_buffers``."""
         owners = [(layer.get_submodule(name), key) for name, key in self.names]
         brought = [bring({**owner._parameters, **owner._buffers}[key]) for owner, key in owners]
+        for value, (name, key) in zip(brought, self.names, strict=True):
+            view_state(value).refusal = (
+                f"it writes to {f'{name}.{key}'.lstrip('.')!r} of a {type(layer).__name__}, which "
+                "layers on two stages share: only the first of them may write to it. Give each "
+                "stage its own module, or set eval()"
+            )
         places = [(owner.__dict__, key) for owner, key in owners]
         for (table, key), value in zip(places, brought, strict=True):
             table[key] = value
@@ -216,7 +223,7 @@ class _Bring:
                 mesh = self.mesh
                 if x.spec.mesh is mesh:
                     return None
-                return (reshard(x, mesh, _placements(x, mesh)),), kwargs
+                return (_stand_for(reshard(x, mesh, _placements(x, mesh)), x),), kwargs
         return self._bring(layer, args, kwargs)
 
     def _next_visit(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -224,7 +231,8 @@ class _Bring:
         found = {id(x): x for x in find_tensors((args, kwargs)) if isinstance(x, DistTensor)}
         if graph is None or not graph.has_boundaries or not found:
             return args, kwargs
-        cut = dict(zip(found, graph.next_visit(list(found.values())), strict=True))
+        cuts = zip(found.values(), graph.next_visit(list(found.values())), strict=True)
+        cut = {id(x): x if new is x else _stand_for(new, x) for x, new in cuts}
         return replace_tensors((args, kwargs), lambda x: cut.get(id(x), x))
 
     def _bring(self, layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -238,8 +246,7 @@ class _Bring:
             if not is_away(x):
                 return x
             if id(x) not in brought:
-                brought[id(x)] = reshard(x, mesh, _placements(x, mesh))
-                pass_attributes(x, brought[id(x)])
+                brought[id(x)] = _stand_for(reshard(x, mesh, _placements(x, mesh)), x)
             return brought[id(x)]
 
         away = any(map(is_away, find_tensors((args, kwargs))))
@@ -248,6 +255,13 @@ class _Bring:
         if self.borrowed.names:
             self.borrowed.show(layer, bring)
         return (args, kwargs) if away else None
+
+
+def _stand_for(new: DistTensor, x: DistTensor) -> DistTensor:
+    """Returns ``new``, which the layer gets in place of x."""
+    pass_attributes(x, new)
+    stand_for(new, x)
+    return new
 
 
 def _placements(x: DistTensor, mesh: ProcessMesh) -> list[Placement] | None:

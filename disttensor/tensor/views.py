@@ -4,7 +4,8 @@ on a rank off the mesh.
 A view function that had to move data returns a copy. In one process a write to either tensor would
 be visible in the other. So a write to such a copy is refused or brought back to its source. After a
 write to the source (also through a view of it) the copy is stale: its local is replaced by a
-``StaleView``, and any use of it raises. Reads cost nothing extra.
+``StaleView``, and any use of it raises. Reads cost nothing extra. A layer of another stage gets a
+tensor in place of its input: after a write to that one, the input is stale.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class ViewState:
     func, storages  of a copy: the view function, and the memory of its source (kept alive).
     write_back      brings a write to this copy back to its source; None: it would be lost.
     uncounted       True for ``.data``: autograd counts writes to it separately.
+    stands_for      of a tensor that a layer got in place of its input: a reference to the input.
+    refusal         the error of a write to it; "": see ``func``.
     base, views     off the mesh: the tensor whose memory this shares; weak references to its views.
     strides         off the mesh: of the global tensor in one process; None: it is contiguous.
     """
@@ -42,6 +45,8 @@ class ViewState:
     storages: tuple[Any, ...] = ()
     write_back: Callable[[Any], Any] | None = None
     uncounted: bool = False
+    stands_for: weakref.ref[Any] | None = None
+    refusal: str = ""
     base: Any = None
     views: list[weakref.ref[Any]] | None = None
     strides: tuple[int, ...] | None = None
@@ -81,6 +86,33 @@ def inherit_copy(view: Any, source: Any) -> None:
         _follow(view, state.func, state.storages, None if back is None else lambda _: back(source))
     if state is not None and state.uncounted:
         view_state(view).uncounted = True
+    if state is not None and state.stands_for is not None:
+        view_state(view).stands_for = state.stands_for
+
+
+def stand_for(new: Any, x: Any) -> None:
+    """Registers ``new``, which a layer gets in place of ``x``. In one process they are one tensor,
+    so a write to ``new`` makes x stale, on all ranks."""
+    view_state(new).stands_for = weakref.ref(x)
+
+
+def outdate_input(written: Any) -> None:
+    """Marks the input as stale that ``written``, or the tensor whose memory it shares off the mesh,
+    stands for."""
+    states = [x._view_state for x in (written, base_of(written)) if x is not None]
+    for ref in [state.stands_for for state in states if state is not None]:
+        x = None if ref is None else ref()
+        if x is not None:
+            _make_stale(
+                x, f"{x.spec!r} was the input of a layer on another stage, which wrote to it in "
+                "place: the write is not in this tensor. Use the result of the layer, or give it a "
+                "clone() to keep the old values"
+            )  # fmt: skip
+
+
+def _make_stale(x: Any, message: str) -> None:
+    x.local = stale = make_subclass(StaleView, x.spec.meta_tensor)
+    stale.message = message
 
 
 def _follow(
@@ -122,6 +154,8 @@ def mark_given_out(x: Any) -> None:
 def refuse_copy(x: Any, func: Any) -> None:
     """Raises RuntimeError if a write to ``x`` by ``func`` would be lost."""
     state = x._view_state
+    if state is not None and state.refusal:
+        raise RuntimeError(f"{name_of(func)}: {state.refusal}")
     if state is not None and state.func is not None and state.write_back is None:
         raise RuntimeError(
             f"{name_of(func)}: {x.spec!r} is a result of {name_of(state.func)}, which had to move "
@@ -133,6 +167,8 @@ def refuse_copy(x: Any, func: Any) -> None:
 def write_back(x: Any) -> None:
     """Brings a write to ``x`` to its source if x is a copy."""
     state = x._view_state
+    if state is not None and state.stands_for is not None:
+        outdate_input(x)
     if state is not None and state.uncounted:
         count(x.local)
     if state is not None and state.write_back is not None:
@@ -165,13 +201,12 @@ def invalidate(written: torch.Tensor) -> None:
             or storage_id(copy.local.untyped_storage()) == storage_id(written.untyped_storage())
         ):
             continue
-        copy.local = stale = make_subclass(StaleView, copy.spec.meta_tensor)
-        stale.message = (
-            f"{copy.spec!r} came from {name_of(copy._view_state.func)}, which had to move data and "
-            "gave a copy; the tensor that it was taken from has been written to since, which a "
-            "view would show. Take it again for the new values, or clone() it before the write to "
-            "keep the old ones"
-        )
+        _make_stale(
+            copy, f"{copy.spec!r} came from {name_of(state.func)}, which had to move data and gave "
+            "a copy; the tensor that it was taken from has been written to since, which a view "
+            "would show. Take it again for the new values, or clone() it before the write to keep "
+            "the old ones"
+        )  # fmt: skip
 
 
 def check(copy: Any) -> None:
