@@ -54,12 +54,12 @@ from tests.test_imports import FILES
 #                real steps of single ranks give the times (+300; root: the operators of transfers)
 #   tensor       hooks of leaves run once, at the end of a backward; derivations are data; edges of
 #                the graph stand for DistTensors; an input that a layer of another stage wrote to is
-#                stale (+35)
+#                stale (+45)
 #   verification the first tensor that differs from one process is named, for any program and dtype;
 #                ranks that wait for each other are ended (root: the option of the command)
 #   trace        guards of all that the code that ran can read; the audit of recorded programs;
 #                results of a skipped module have the identity, memory and strides of its run (+16);
-#                attributes of the user on tensors are compared, or not recorded (+22)
+#                attributes of the user on tensors are compared, or not recorded (+23)
 LINES = {
     "api": 1_067,
     "autograd": 1_407,
@@ -89,8 +89,8 @@ LINES = {
     "reshard": 1_557,
     "root": 2_643,
     "simulate": 6_745,
-    "tensor": 3_578,
-    "trace": 3_064,
+    "tensor": 3_588,
+    "trace": 3_065,
     "verification": 988,
 }  # fmt: skip
 MUTABLE = 112  # objects of modules that change: dicts, lists, sets, caches, context variables

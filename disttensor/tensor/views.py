@@ -96,6 +96,15 @@ def stand_for(new: Any, x: Any) -> None:
     view_state(new).stands_for = weakref.ref(x)
 
 
+def shares_memory(x: Any) -> bool:
+    """Returns True if the state of x says more than the input for which it stands."""
+    state = x._view_state
+    others = () if state is None else (state.func, state.base, state.views, state.strides)
+    return state is not None and (
+        state.stands_for is None or state.uncounted or any(o is not None for o in others)
+    )
+
+
 def outdate_input(written: Any) -> None:
     """Marks the input as stale that ``written``, or the tensor whose memory it shares off the mesh,
     stands for."""
@@ -111,6 +120,7 @@ def outdate_input(written: Any) -> None:
 
 
 def _make_stale(x: Any, message: str) -> None:
+    view_state(x)  # for ``check``
     x.local = stale = make_subclass(StaleView, x.spec.meta_tensor)
     stale.message = message
 

@@ -180,7 +180,7 @@ class CallRecorder(Observer):
             name: (x.local, x.spec) for name, x in sources.items() if isinstance(x, MeshTensor)
         }
         for x in sources.values():
-            if type(x) is DistTensor and x._view_state is not None:
+            if type(x) is DistTensor and views.shares_memory(x):
                 self.refuse("an argument shares memory in a way that is looked at in each call")
 
     def refuse(self, why: str) -> None:

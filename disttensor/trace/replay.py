@@ -19,6 +19,7 @@ from disttensor.observe import observers, observers_of_thread
 from disttensor.pytree import Uncacheable
 from disttensor.tensor.dist_tensor import TRACERS, DistTensor
 from disttensor.tensor.grad_slot import collector_of
+from disttensor.tensor.views import shares_memory
 from disttensor.torch_private import count_function_modes
 from disttensor.trace import check
 from disttensor.trace.code_guard import CodeGuard
@@ -88,7 +89,7 @@ class Replay(GuardedForward):
 
     def key_of_tensor(self, x: Any) -> Any:
         kind, is_ours = type(x), isinstance(x, DistTensor)
-        if is_ours and x._view_state is not None:
+        if is_ours and shares_memory(x):
             raise Uncacheable("an argument shares memory in a way that is looked at in each call")
         if not is_ours and kind not in (Tensor, nn.Parameter):
             raise Uncacheable(f"an argument is a {kind.__name__}")
