@@ -42,7 +42,7 @@ from tests.test_imports import FILES
 #   optim        owners: an optimizer that needs whole matrices has each of them on one rank; one
 #                that combines parameters is an error (+200); copies have the owners (+28)
 #   pipeline     one random state for each micro-batch; tensors written after they were sent; nodes
-#                that several visits read; layers that write to what stages share (+14)
+#                that several visits read; layers that write to what stages share (+24)
 #   random       regular tensors draw alike in each call on DistTensors; ranks with empty pieces
 #                count the draws of users' factories
 #   publishing   weights reach other worlds while training runs, each version whole; a rank that
@@ -83,7 +83,7 @@ LINES = {
     "parallel": 860,
     "patches": 1_483,
     "pieces": 625,
-    "pipeline": 3_234,
+    "pipeline": 3_244,
     "publishing": 937,
     "random": 980,
     "reshard": 1_557,

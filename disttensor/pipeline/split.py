@@ -173,15 +173,25 @@ class _Borrowed:
 
     def show(self, layer: nn.Module, bring: Callable[[Any], Any]) -> None:
         """Sets attributes that hide the entries of ``_parameters`` and ``_buffers``."""
-        owners = [(layer.get_submodule(name), key) for name, key in self.names]
-        brought = [bring({**owner._parameters, **owner._buffers}[key]) for owner, key in owners]
-        for value, (name, key) in zip(brought, self.names, strict=True):
-            view_state(value).refusal = (
-                f"it writes to {f'{name}.{key}'.lstrip('.')!r} of a {type(layer).__name__}, which "
-                "layers on two stages share: only the first of them may write to it. Give each "
-                "stage its own module, or set eval()"
-            )
-        places = [(owner.__dict__, key) for owner, key in owners]
+        places, brought = [], []
+        for name, key in self.names:
+            owner, what = layer.get_submodule(name), f"{name}.{key}".lstrip(".")
+            x = {**owner._parameters, **owner._buffers}.get(key)
+            if x is None:
+                raise RuntimeError(
+                    f"{what!r} of a {type(layer).__name__}, which layers on two stages share, is "
+                    "no parameter or buffer any more. Change modules (parametrizations, "
+                    "weight_norm) before pipeline.split"
+                )
+            value = bring(x)
+            if value is not x:
+                view_state(value).refusal = (
+                    f"it writes to {what!r} of a {type(layer).__name__}, which layers on two "
+                    "stages share: only the first of them may write to it. Give each stage its "
+                    "own module, or set eval()"
+                )
+            places.append((owner.__dict__, key))
+            brought.append(value)
         for (table, key), value in zip(places, brought, strict=True):
             table[key] = value
         callbacks.recompute_contexts()[self] = partial(_show_again, places, brought)

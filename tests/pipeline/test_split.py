@@ -368,6 +368,9 @@ def test_a_borrowed_parameter_is_borrowed_for_the_forward_only():
     with pytest.raises(RuntimeError):
         net.head(dt.shard_tensor(randn(2, 5), stages[1]))  # a width that does not fit
     assert net.head.weight is net.tok.weight
+    nn.utils.parametrize.register_parametrization(net.head, "weight", nn.Identity(), unsafe=True)
+    with pytest.raises(RuntimeError, match=r"'weight' of a ParametrizedLinear, .*before pipeline"):
+        net.head(dt.shard_tensor(randn(2, 6), stages[1]))
 
 
 @on_ranks(2)
