@@ -2,7 +2,8 @@
 the least time (``make choose``).
 
 A line counts 1 for the first case that runs it, ``AGAIN`` for the second, ``AGAIN`` ** 2 for the
-third. The main test of each feature is kept. Then cases are taken by what they add in a second,
+third. The main test of each feature is kept, and the functions in ``killers.txt``, which noticed a
+mutant that no other quick test noticed. Then cases are taken by what they add in a second,
 as long as it is ``LEAST``; each file keeps a case of at most ``BRIEF`` seconds, if it has one. The
 other candidates are written to ``repeats.txt``.
 """
@@ -13,7 +14,7 @@ import heapq
 import json
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from tests.support.quick import REPEATS, ROOT, functions_of
 AGAIN = 0.3
 BRIEF = 5.0  # seconds, with the notes
 LEAST = 5.0  # lines that a case adds in a second, with the notes
+KILLERS = REPEATS.with_name("killers.txt")
 HEAD = "# Candidates whose lines other quick tests run. From: make choose"
 
 
@@ -51,10 +53,9 @@ def cases_of(rows: Iterable[tuple[str, float, list[int]]]) -> list[Case]:
     return [case._replace(seconds=least[case.function]) for case in cases]
 
 
-def chosen(cases: Iterable[Case], features: Iterable[str], least: float = LEAST) -> set[str]:
-    """Returns the names of the cases to keep. ``features``: functions that are kept."""
+def chosen(cases: Iterable[Case], firm: Collection[str], least: float = LEAST) -> set[str]:
+    """Returns the names of the cases to keep. ``firm``: functions whose cases are kept."""
     kept, counts, queue = set(), Counter[int](), []
-    firm = set(features)
 
     def worth(case: Case) -> float:
         return sum(AGAIN ** counts[n] for n in case.lines) / case.seconds
@@ -85,12 +86,17 @@ def chosen(cases: Iterable[Case], features: Iterable[str], least: float = LEAST)
     return kept | {min(cases, key=lambda c: c.seconds).name for cases in firsts.values() if cases}
 
 
+def killers() -> list[str]:
+    """Returns the functions that noticed a mutant that no other quick test noticed."""
+    return [line for line in KILLERS.read_text().splitlines() if line[:1] != "#"]
+
+
 def main(folder: Path) -> None:
     rows = [json.loads(line) for f in folder.glob("*.jsonl") for line in f.open()]
     cases = cases_of(rows)
     files = {case.file for case in cases}
     features = [name for f in files for name, text in functions_of(ROOT / f).items() if text]
-    kept = chosen(cases, features)
+    kept = chosen(cases, [*features, *killers()])
     others = [case.name for case in cases if case.name not in kept]
     others.sort(key=lambda name: name.split()[::-1])
     REPEATS.write_text("\n".join([HEAD, *others, ""]))

@@ -6,7 +6,7 @@ import functools
 import re
 from pathlib import Path
 
-from tests.support.choose import Case, chosen
+from tests.support.choose import Case, chosen, killers
 from tests.support.quick import (
     HEAD,
     LONG,
@@ -55,6 +55,8 @@ def test_quick_tests_keep_the_budget() -> None:
 def test_recorded_functions_exist() -> None:
     gone = recorded().keys() - functions().keys()
     assert not gone, f"rename or delete these lines of tests/support/seconds.txt: {sorted(gone)}"
+    gone = {*killers()} - functions().keys()
+    assert not gone, f"rename or delete these lines of tests/support/killers.txt: {sorted(gone)}"
     gone = {name.partition(" ")[2] for name in repeats()} - functions().keys()
     assert not gone, f"rename or delete these lines of tests/support/repeats.txt: {sorted(gone)}"
 
