@@ -2,7 +2,8 @@
 the least time (``make choose``).
 
 A line counts 1 for the first case that runs it, ``AGAIN`` for the second, ``AGAIN`` ** 2 for the
-third. The main test of each feature is kept, and the functions in ``killers.txt``, which noticed a
+third. These are kept: cases of at most ``CHEAP`` seconds (many read the files of the repository, and
+run few lines), the main test of each feature, and the functions in ``killers.txt``, which noticed a
 mutant that no other quick test noticed. Then cases are taken by what they add in a second,
 as long as it is ``LEAST``; each file keeps a case of at most ``BRIEF`` seconds, if it has one. The
 other candidates are written to ``repeats.txt``.
@@ -21,6 +22,7 @@ from typing import NamedTuple
 from tests.support.quick import REPEATS, ROOT, functions_of
 
 AGAIN = 0.3
+CHEAP = 0.1  # seconds, with the notes
 BRIEF = 5.0  # seconds, with the notes
 LEAST = 5.0  # lines that a case adds in a second, with the notes
 KILLERS = REPEATS.with_name("killers.txt")
@@ -60,8 +62,8 @@ def chosen(cases: Iterable[Case], firm: Collection[str], least: float = LEAST) -
     def worth(case: Case) -> float:
         return sum(AGAIN ** counts[n] for n in case.lines) / case.seconds
 
-    for case in sorted(cases, key=lambda case: case.function not in firm):
-        if case.function in firm:
+    for case in sorted(cases, key=lambda case: case.function not in firm and case.seconds > CHEAP):
+        if case.function in firm or case.seconds <= CHEAP:
             kept.add(case.name)
             counts.update(case.lines)
         else:
