@@ -2,11 +2,11 @@
 the least time (``make choose``).
 
 A line counts 1 for the first case that runs it, ``AGAIN`` for the second, ``AGAIN`` ** 2 for the
-third. These are kept: cases of at most ``CHEAP`` seconds (many read the files of the repository, and
-run few lines), the main test of each feature, and the functions in ``killers.txt``, which noticed a
-mutant that no other quick test noticed. Then cases are taken by what they add in a second,
-as long as it is ``LEAST``; each file keeps a case of at most ``BRIEF`` seconds, if it has one. The
-other candidates are written to ``repeats.txt``.
+third. These are kept: cases of at most ``CHEAP`` seconds (many read the files of the repository,
+and run few lines), the main test of each feature, and the functions in ``killers.txt``, which
+noticed a mutant that no other quick test noticed. Then cases are taken by what they add in a
+second, as long as it is ``LEAST``; each file keeps a case of at most ``BRIEF`` seconds, if it has
+one. The other candidates are written to ``repeats.txt``.
 """
 
 from __future__ import annotations
