@@ -2,7 +2,8 @@
 
 Modules are compiled with a store before each statement of a function: ``__ran__[n] = 1``, where n
 is the number of its line among the lines of all files. ``__ran__`` is a file that all processes
-map, so the statements of ranks are noted too. As a plugin of pytest it writes a row for each test:
+map, so the statements of ranks are noted too. As a plugin of pytest it writes a row for each test
+that passes (torch.compile refuses the stores):
 
     python -m pytest -p tests.mutants.statements      out/statements/*.jsonl: [test, seconds, lines]
 """
@@ -133,6 +134,7 @@ def by_file(numbers: list[int]) -> Iterator[tuple[str, int]]:
 # As a plugin --------------------------------------------------------------------------------------
 
 _rows: list[Any] = []  # the open file
+_failed: set[str] = set()
 
 
 def pytest_load_initial_conftests(args: list[str]) -> None:
@@ -156,7 +158,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         mark = item.get_closest_marker("candidate")  # tests/support/quick.py
         name = mark.args[0] if mark is not None else item.nodeid
         row = [name, round(time.monotonic() - begun, 3), take()]
-        print(json.dumps(row, separators=(",", ":")), file=_rows[0], flush=True)
+        if item.nodeid not in _failed:
+            print(json.dumps(row, separators=(",", ":")), file=_rows[0], flush=True)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.failed:
+        _failed.add(report.nodeid)
 
 
 def pytest_unconfigure() -> None:

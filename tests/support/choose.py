@@ -30,11 +30,13 @@ HEAD = "# Candidates whose lines other quick tests run. From: make choose"
 
 
 class Case(NamedTuple):
-    """``name``: "first tests/file.py::function", or "last", of the cases of a function."""
+    """``name``: "first tests/file.py::function", or "last", of the cases of a function.
+    ``is_cheap``: both cases take at most ``CHEAP`` seconds, with fixtures."""
 
     name: str
     seconds: float
     lines: list[int]
+    is_cheap: bool = False
 
     @property
     def function(self) -> str:
@@ -49,10 +51,14 @@ def cases_of(rows: Iterable[tuple[str, float, list[int]]]) -> list[Case]:
     """Returns the candidates. ``rows``: name, seconds and lines. A case may have started the ranks
     of others too: the shorter case of a function counts for both."""
     cases = [Case(name, max(0.01, seconds), lines) for name, seconds, lines in rows]
-    least: dict[str, float] = {}
+    times = defaultdict(list)
     for case in cases:
-        least[case.function] = min(case.seconds, least.get(case.function, case.seconds))
-    return [case._replace(seconds=least[case.function]) for case in cases]
+        times[case.function].append(case.seconds)
+    return [
+        case._replace(seconds=min(found), is_cheap=max(found) <= CHEAP)
+        for case in cases
+        for found in [times[case.function]]
+    ]
 
 
 def chosen(cases: Iterable[Case], firm: Collection[str], least: float = LEAST) -> set[str]:
@@ -62,8 +68,8 @@ def chosen(cases: Iterable[Case], firm: Collection[str], least: float = LEAST) -
     def worth(case: Case) -> float:
         return sum(AGAIN ** counts[n] for n in case.lines) / case.seconds
 
-    for case in sorted(cases, key=lambda case: case.function not in firm and case.seconds > CHEAP):
-        if case.function in firm or case.seconds <= CHEAP:
+    for case in sorted(cases, key=lambda case: case.function not in firm and not case.is_cheap):
+        if case.function in firm or case.is_cheap:
             kept.add(case.name)
             counts.update(case.lines)
         else:
