@@ -2,9 +2,9 @@
 the least time (``make choose``).
 
 A line counts 1 for the first case that runs it, ``AGAIN`` for the second, ``AGAIN`` ** 2 for the
-third. These are kept: cases of at most ``CHEAP`` seconds (many read the files of the repository,
-and run few lines), the main test of each feature, and the functions in ``killers.txt``, which
-noticed a mutant that no other quick test noticed. Then cases are taken by what they add in a
+third. These are kept: cases of at most ``CHEAP`` seconds that run at most ``FEW`` lines (many read
+the files of the repository), the main test of each feature, and the functions in ``killers.txt``,
+which noticed a mutant that no other quick test noticed. Then cases are taken by what they add in a
 second, as long as it is ``LEAST``; each file keeps a case of at most ``BRIEF`` seconds, if it has
 one. The other candidates are written to ``repeats.txt``.
 """
@@ -23,6 +23,7 @@ from tests.support.quick import REPEATS, ROOT, functions_of
 
 AGAIN = 0.3
 CHEAP = 0.1  # seconds, with the notes
+FEW = 60  # lines
 BRIEF = 5.0  # seconds, with the notes
 LEAST = 5.0  # lines that a case adds in a second, with the notes
 KILLERS = REPEATS.with_name("killers.txt")
@@ -31,7 +32,8 @@ HEAD = "# Candidates whose lines other quick tests run. From: make choose"
 
 class Case(NamedTuple):
     """``name``: "first tests/file.py::function", or "last", of the cases of a function.
-    ``is_cheap``: both cases take at most ``CHEAP`` seconds, with fixtures."""
+    ``is_cheap``: it runs few lines, and both cases take at most ``CHEAP`` seconds, with
+    fixtures."""
 
     name: str
     seconds: float
@@ -55,7 +57,7 @@ def cases_of(rows: Iterable[tuple[str, float, list[int]]]) -> list[Case]:
     for case in cases:
         times[case.function].append(case.seconds)
     return [
-        case._replace(seconds=min(found), is_cheap=max(found) <= CHEAP)
+        case._replace(seconds=min(found), is_cheap=max(found) <= CHEAP and len(case.lines) <= FEW)
         for case in cases
         for found in [times[case.function]]
     ]
