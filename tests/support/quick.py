@@ -92,7 +92,7 @@ def mark_quick(items: Iterable[pytest.Item]) -> None:
 
 def longest_first(items: list[pytest.Item]) -> None:
     """Moves files with a very long test to the front: one worker would wait for it at the end."""
-    files = {name.partition("::")[0] for name, seconds in recorded().items() if seconds > 10}
+    files = {name.partition("::")[0] for name, seconds in recorded().items() if seconds > 5}
     items.sort(key=lambda item: item.nodeid.partition("::")[0] not in files)
 
 
