@@ -120,6 +120,17 @@ def take() -> list[int]:
     return [n for n, is_noted in enumerate(found) if is_noted]
 
 
+def forget() -> None:
+    """Drops decisions and torch's answers, so that the next test runs the code that makes them."""
+    from disttensor.cache import clear_decisions  # compiled with marks by now
+    from disttensor.dispatch.resolve import DECISIONS
+    from ops.answer import KNOWN
+
+    clear_decisions()
+    DECISIONS.clear()
+    KNOWN.clear()
+
+
 def by_file(numbers: list[int]) -> Iterator[tuple[str, int]]:
     """Yields the file, from the root of the repository, and the line of each number."""
     files = iter(sorted((first, file) for file, first in FIRST.items()))
@@ -145,11 +156,9 @@ def pytest_load_initial_conftests(args: list[str]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    from disttensor.cache import clear_decisions  # compiled with marks by now
-
     if not _rows:
         _rows.append(open(ROWS / f"{os.getpid()}.jsonl", "w"))  # noqa: SIM115
-    clear_decisions()
+    forget()
     take()
     begun = time.monotonic()
     try:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -35,7 +36,6 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from disttensor.cache import clear_decisions
 from disttensor.comm import compare_programs, send_queue
 from tests.support import fork_server, pickling
 
@@ -53,8 +53,8 @@ class RanksFailed(AssertionError):
 
 def reset() -> None:
     """Put a worker's state back to the start; called before each body."""
-    if "RAN_STATEMENTS" in os.environ:  # each body decides again (tests/mutants/statements.py)
-        clear_decisions()
+    if "RAN_STATEMENTS" in os.environ:  # each body decides again
+        importlib.import_module("tests.mutants.statements").forget()
     torch.default_generator.manual_seed(0)  # torch.manual_seed formats a stack for each device
     compare_programs.CALLS.clear()  # what ranks did apart in an earlier body
     if send_queue.QUEUE.open:  # runs of an earlier body that failed have left messages
