@@ -1,5 +1,6 @@
 # make train   set up .venv and train the example model on four local processes (2 stages x tp 2)
-# make test    set up .venv and run the quick tests: some of each file, in a few minutes; says which area runs and how far it is
+# make test    set up .venv and run the quick tests, in five minutes: cases that together run nearly all statements; says which
+#              area runs and how far it is
 # make test-all   all tests, which is what CI runs
 # make seconds    all tests; writes tests/support/seconds.txt, from which the candidates for the quick ones are chosen
 # make choose     the candidates, noting the lines that each runs; writes tests/support/repeats.txt, the ones that are left out.

@@ -42,7 +42,7 @@ from tests.test_imports import FILES
 #   optim        owners: an optimizer that needs whole matrices has each of them on one rank; one
 #                that combines parameters is an error (+200); copies have the owners (+28)
 #   pipeline     one random state for each micro-batch; tensors written after they were sent; nodes
-#                that several visits read; layers that write to what stages share (+24)
+#                that several visits read; layers that write to what stages share (+29)
 #   random       regular tensors draw alike in each call on DistTensors; ranks with empty pieces
 #                count the draws of users' factories
 #   publishing   weights reach other worlds while training runs, each version whole; a rank that
@@ -54,7 +54,7 @@ from tests.test_imports import FILES
 #                real steps of single ranks give the times (+300; root: the operators of transfers)
 #   tensor       hooks of leaves run once, at the end of a backward; derivations are data; edges of
 #                the graph stand for DistTensors; an input that a layer of another stage wrote to is
-#                stale (+45)
+#                stale (+42)
 #   verification the first tensor that differs from one process is named, for any program and dtype;
 #                ranks that wait for each other are ended (root: the option of the command)
 #   trace        guards of all that the code that ran can read; the audit of recorded programs;
@@ -83,13 +83,13 @@ LINES = {
     "parallel": 860,
     "patches": 1_483,
     "pieces": 625,
-    "pipeline": 3_244,
+    "pipeline": 3_249,
     "publishing": 937,
     "random": 980,
     "reshard": 1_557,
     "root": 2_643,
     "simulate": 6_745,
-    "tensor": 3_588,
+    "tensor": 3_585,
     "trace": 3_065,
     "verification": 988,
 }  # fmt: skip

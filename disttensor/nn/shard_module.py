@@ -143,7 +143,7 @@ def place(
 def _new_mesh(
     slot: Slot, mesh_of: Callable[[torch.Tensor], ProcessMesh | None]
 ) -> ProcessMesh | None:
-    """Returns the mesh on which the tensor of a slot is placed; None if it stays as it is."""
+    """Returns the mesh for the tensor of a slot; None if the tensor stays where it is."""
     now = slot.table.get(slot.key)
     if now is not slot.value and isinstance(now, DistTensor):  # a plan has placed it
         return now.spec.mesh

@@ -233,7 +233,7 @@ class _Bring:
                 mesh = self.mesh
                 if x.spec.mesh is mesh:
                     return None
-                return (_stand_for(reshard(x, mesh, _placements(x, mesh)), x),), kwargs
+                return (_brought(x, mesh),), kwargs
         return self._bring(layer, args, kwargs)
 
     def _next_visit(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -256,7 +256,7 @@ class _Bring:
             if not is_away(x):
                 return x
             if id(x) not in brought:
-                brought[id(x)] = _stand_for(reshard(x, mesh, _placements(x, mesh)), x)
+                brought[id(x)] = _brought(x, mesh)
             return brought[id(x)]
 
         away = any(map(is_away, find_tensors((args, kwargs))))
@@ -265,6 +265,11 @@ class _Bring:
         if self.borrowed.names:
             self.borrowed.show(layer, bring)
         return (args, kwargs) if away else None
+
+
+def _brought(x: DistTensor, mesh: ProcessMesh) -> DistTensor:
+    """Returns x on the mesh of the layer."""
+    return _stand_for(reshard(x, mesh, _placements(x, mesh)), x)
 
 
 def _stand_for(new: DistTensor, x: DistTensor) -> DistTensor:

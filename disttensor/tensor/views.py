@@ -99,10 +99,7 @@ def stand_for(new: Any, x: Any) -> None:
 def shares_memory(x: Any) -> bool:
     """Returns True if the state of x says more than the input for which it stands."""
     state = x._view_state
-    others = () if state is None else (state.func, state.base, state.views, state.strides)
-    return state is not None and (
-        state.stands_for is None or state.uncounted or any(o is not None for o in others)
-    )
+    return state is not None and not vars(state).keys() <= {"stands_for", "refusal"}
 
 
 def outdate_input(written: Any) -> None:

@@ -45,7 +45,7 @@ _CALLED = frozenset({
     "__get__", "__enter__", "__exit__", "__bool__", "__contains__", "__missing__", "__eq__",
     "__hash__", "__torch_function__",
 })  # fmt: skip
-# The parts of values that hold others. What has no parts cannot change, or is asked in each call.
+# The parts of values that hold others. A value without parts is constant, or read in each call.
 _PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {
     types.MethodType: lambda v: (v.__func__, v.__self__),
     types.BuiltinFunctionType: lambda v: (v.__self__,),

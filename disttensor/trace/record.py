@@ -75,7 +75,7 @@ class Program(NamedTuple):
     scope       the constants by name.
     writes      it writes to memory from outside.
     uses_written
-                a backward needs such memory as it is after the write.
+                a backward reads such memory after the write.
     """
 
     run: Function
@@ -266,7 +266,7 @@ class CallRecorder(Observer):
             self.refuse(str(why))
 
     def note_memory(self, args: Any, kwargs: Any, out: Any) -> None:
-        """Notes a write to memory from outside, and a use of what was written there."""
+        """Notes a write to memory from outside, and a later use of the written memory."""
         used = {_memory(t) for t in collect((args, kwargs), [])} & self.memory
         if used & self.written_memory:
             saved = _saved_since(self.first_node, collect(out, []))

@@ -65,17 +65,22 @@ def cases_of(rows: Iterable[tuple[str, float, list[int]]]) -> list[Case]:
 
 def chosen(cases: Iterable[Case], firm: Collection[str], least: float = LEAST) -> set[str]:
     """Returns the names of the cases to keep. ``firm``: functions whose cases are kept."""
-    kept, counts, queue = set(), Counter[int](), []
+    kept, counts = set[str](), Counter[int]()
 
     def worth(case: Case) -> float:
         return sum(AGAIN ** counts[n] for n in case.lines) / case.seconds
 
-    for case in sorted(cases, key=lambda case: case.function not in firm and not case.is_cheap):
+    def keep(case: Case) -> None:
+        kept.add(case.name)
+        counts.update(case.lines)
+
+    others = []
+    for case in cases:
         if case.function in firm or case.is_cheap:
-            kept.add(case.name)
-            counts.update(case.lines)
+            keep(case)
         else:
-            queue.append((-worth(case), case))
+            others.append(case)
+    queue = [(-worth(case), case) for case in others]
     rest = defaultdict(list)
     heapq.heapify(queue)
     while queue:
@@ -84,8 +89,7 @@ def chosen(cases: Iterable[Case], firm: Collection[str], least: float = LEAST) -
         if queue and now < -queue[0][0]:
             heapq.heappush(queue, (-now, case))
         elif now >= least:
-            kept.add(case.name)
-            counts.update(case.lines)
+            keep(case)
         else:
             rest[case.file].append(case)
     files = {name.partition(" ")[2].partition("::")[0] for name in kept if name[:5] == "first"}
