@@ -163,12 +163,10 @@ tensor_users: Callable[[Any], int] = methodcaller("_use_count")
 _storage_use_count = need("to write where nobody looks", torch._C, "_storage_Use_Count")
 
 
-def storage_users(x: Any) -> int:
-    return users_of_storage(x.untyped_storage())
-
-
-def users_of_storage(storage: Any) -> int:
-    return int(_storage_use_count(storage._cdata)) + sys.getrefcount(storage)
+def users_of_storage(storages: list[Any], i: int) -> int:
+    """Returns the references to ``storages[i]``. A list, as a call of a Python function may hold a
+    second reference to an argument: torch.compile and debuggers change that at any time."""
+    return int(_storage_use_count(storages[i]._cdata)) + sys.getrefcount(storages[i])
 
 
 _from_weak = need("to find memory again", torch.UntypedStorage, "_new_with_weak_ptr")

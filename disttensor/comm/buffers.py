@@ -82,10 +82,10 @@ class Buffers:
 
 def is_free(storages: list[Any], i: int) -> bool:
     """Returns True if only the list holds this storage."""
-    return users_of_storage(storages[i]) == _ALONE
+    return users_of_storage(storages, i) == _ALONE
 
 
-_ALONE = next(users_of_storage(some[0]) for some in [[torch.UntypedStorage(1)]])
+_ALONE = users_of_storage([torch.UntypedStorage(1)], 0)
 
 
 def current_buffers() -> Buffers:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from disttensor.tensor.grad_slot import grad_slot
-from disttensor.torch_private import storage_users, tensor_users
+from disttensor.torch_private import tensor_users, users_of_storage
 
 Tensor = torch.Tensor
 
@@ -118,7 +118,8 @@ def grad_bucket_of(
 def users(tensors: list[Tensor], i: int) -> tuple[int, int, int]:
     """Returns how many Python references, C++ holders and users of its memory ``tensors[i]``
     has."""
-    return sys.getrefcount(tensors[i]), tensor_users(tensors[i]), storage_users(tensors[i])
+    memory = [tensors[i].untyped_storage()]
+    return sys.getrefcount(tensors[i]), tensor_users(tensors[i]), users_of_storage(memory, 0)
 
 
 def _counts() -> tuple[tuple[int, int, int], tuple[int, int, int]]:

@@ -6,11 +6,14 @@ import sys
 import threading
 from typing import Any
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from disttensor.comm import buffers
 from disttensor.comm.buffers import Buffers
+from disttensor.gradients import memory
+from disttensor.gradients.memory import GradBucket
 
 CPU = torch.device("cpu")
 
@@ -30,6 +33,24 @@ def test_memory_is_used_again_when_nobody_holds_it() -> None:
     again = {buffers.empty(n, torch.float32, CPU).data_ptr() for n in (90, 100)}
     assert len(again) == 1 and buffers.empty(50, torch.float64, CPU).shape == (50,)
     assert sizes(buffers.current_buffers()) == [400, 400]
+
+
+def test_memory_is_used_again_after_a_compilation_that_failed() -> None:
+    """torch.compile leaves its own evaluation of frames in place, in which a call of a Python
+    function holds one more reference to each argument."""
+
+    def breaks(x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return x + 1
+
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(breaks, fullgraph=True, backend="eager")(torch.ones(2))
+    some = Buffers()
+    some.take(100)
+    some.take(100)
+    assert sizes(some) == [100]
+    bucket = GradBucket([torch.Size([2])], [2], torch.ones(2), torch.float32)
+    assert bucket.is_free(0) and memory.users([torch.zeros(1)], 0) == memory.FREE
 
 
 def test_what_is_much_larger_is_taken_where_there_would_be_too_much() -> None:
