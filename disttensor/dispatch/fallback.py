@@ -96,7 +96,7 @@ def _gather_off_mesh(func: Function, mesh: Any, args: Sequence[Any], kwargs: dic
     result = run_off_mesh(plan_off_mesh(func, mesh, None, args, kwargs, writing), args, kwargs)
     changed = [] if writing else written_by(func, args, kwargs)
     if changed:
-        execute.update_written(func, changed, collect((args, kwargs), []), mesh)
+        execute.mark_written(func, changed, mesh)
     return result
 
 

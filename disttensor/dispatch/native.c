@@ -65,7 +65,7 @@
 #define NAMES(X) \
     X(_uses) X(_view_state) X(_reduced) X(aliases) \
     X(local_for) X(call) X(mesh) X(device) X(value) X(local) X(reads) X(keywords) X(results) \
-    X(template) X(is_view) X(derives) X(writes) X(order) X(untracked_writes) X(may_reuse) \
+    X(template) X(is_view) X(derives) X(writes) X(side_writes) X(order) X(untracked_writes) X(may_reuse) \
     X(native) \
     X(dtype) X(strides)
 
@@ -373,7 +373,7 @@ typedef struct {
     PyObject *structure;  /* off the mesh: the class of several results, or None */
     PyObject *sources;    /* off the mesh: the numbers of the tensors that the results depend on */
     PyObject *no_grad_token, *no_source_token; /* off the mesh, owned: the tokens of results without a transfer */
-    int is_view, may_reuse, untracked_writes, no_graph, derives;
+    int in_place, is_view, may_reuse, untracked_writes, no_graph, derives;
     Py_ssize_t nargs, nreads, nresults;
     Read *reads;
     Result *results;
@@ -533,13 +533,18 @@ set_plan(NativePlan *p, PyObject *plan)
     p->keywords = tuple_field(plan, state.str.keywords, 0);
     p->specs = tuple_field(plan, state.str.results, 0);
     p->writes = tuple_field(plan, state.str.writes, 1);
+    PyObject *beside = tuple_field(plan, state.str.side_writes, 0);
     PyObject *reads = tuple_field(plan, state.str.reads, 0);
     PyObject *reuse = tuple_field(plan, state.str.may_reuse, 0);
     p->order = tuple_field(plan, state.str.order, 1);
     if (!p->local || !p->keywords || !p->specs || !p->writes || !reads || !reuse || !p->order
-        || !set_reads(p, reads) || !set_results(p)
+        || !beside || !set_reads(p, reads) || !set_results(p)
         || (p->order != Py_None && PyTuple_GET_SIZE(p->order) != p->nreads)) {
         return 0;
+    }
+    p->in_place = p->writes != Py_None;
+    if (!p->in_place && PyTuple_GET_SIZE(beside)) {
+        p->writes = beside;
     }
     p->may_reuse = PyTuple_GET_SIZE(reuse) > 0;
     p->derives = field(plan, state.str.derives) != Py_None;
@@ -833,7 +838,7 @@ mark_written(PyObject *x)
     return done ? 0 : -1;
 }
 
-/* After a call in place: counts the writes that autograd does not count, and invalidates the uses of
+/* After a call that writes: counts the writes that autograd does not count, and invalidates the uses of
  * the old values. -1: an error. */
 static int
 mark_all_written(const NativePlan *p, PyObject *tensors)
@@ -929,13 +934,14 @@ run_in_mesh(const NativePlan *p, Call *call, PyObject *tensors)
         PyObject *names = PyTuple_GET_SIZE(p->keywords) ? p->keywords : NULL;
         out = PyObject_Vectorcall(p->local, locals, flags, names);
     }
-    if (out && p->writes == Py_None) {
+    if (out && p->writes != Py_None && mark_all_written(p, tensors) < 0) {
+        Py_CLEAR(out);
+    }
+    if (out && !p->in_place) {
         result = finish(p, call, out);
     }
     else if (out) {
-        result = mark_all_written(p, tensors) < 0 ? NULL
-                 : out == Py_None            ? Py_NewRef(Py_None)
-                                             : Py_NewRef(argument(call, 0));
+        result = Py_NewRef(out == Py_None ? Py_None : argument(call, 0));
         Py_DECREF(out);
     }
     while (n > 0) {

@@ -37,7 +37,7 @@ def plan_call(call: CallByRule) -> CallPlan:
         w is not None and not is_local_relabel(s, w) for s, w in zip(specs, wanted, strict=True)
     ]
     redistributes = any(w is not None for w in wanted)
-    options: dict[str, Any] = {"order": order}
+    options: dict[str, Any] = {"order": order, "side_writes": tuple(factors.side_writes)}
     if not (inplace or is_view) and any(s.layout.partial for s in specs):
         options["may_reuse"] = tuple([bool(s.layout.partial) for s in specs])
         reduced = tuple([_only_reduced(*ends) for ends in zip(specs, wanted, moved, strict=True)])
@@ -50,7 +50,8 @@ def plan_call(call: CallByRule) -> CallPlan:
     is_flat = all(r.kind <= ReadKind.TENSOR for r in reads)
     is_part = len(mesh.root.ranks) < world()[1]
     # a write to a regular tensor, which ranks off the mesh may be sent (``values_everywhere``)
-    written = collect(first_of(args, kwargs), []) if inplace and is_part else []
+    target = first_of(args, kwargs) if inplace else [tensors[i] for i in factors.side_writes]
+    written = collect(target, []) if is_part else []
     has_regular = any(r.regular for r in reads) or any(type(x) is not DistTensor for x in written)
     views = tuple([None if i is None else (i, moved[i]) for i in factors.views])
     is_one = len(results) == 1
@@ -85,6 +86,7 @@ def plan_call(call: CallByRule) -> CallPlan:
         is_simple=(
             is_flat and is_one and not redistributes and derives is None
             and not (inplace or is_view or sends_shape or has_regular or "may_reuse" in options)
+            and not factors.side_writes
         ),
         is_checked=inplace,
         **options,
@@ -175,7 +177,7 @@ def plan_off_mesh(
     Args:
         layouts: of the results; None for a call in place, whose target keeps its layout.
         writes: True if the first argument is written in place.
-        options: ``order``, ``may_reuse`` and ``reduce_first`` of the plan.
+        options: ``order``, ``side_writes``, ``may_reuse`` and ``reduce_first`` of the plan.
     """
     found = execute.metadata_of_results(func, mesh, args, kwargs)
     draws: Any = DRAWS_NOTHING.get(getattr(func, "__name__", "").rstrip("_"))
@@ -199,6 +201,7 @@ def plan_off_mesh(
     values = (*args, *kwargs.values())
     native = (
         not (writes or draws or by_default or "reduce_first" in options)
+        and not options.get("side_writes")
         and variant == ((*variant[0][:1], None, None), *[None] * len(tensors)) and bool(outs)
         and all(type(o) is TensorResult and o.same is None for o in several)
         and all(o.strides is None or o.viewed is not None for o in outs)
@@ -225,7 +228,9 @@ def variant_of(
     found = plan.variants.get(variant)
     if found is None:
         layouts, writes = tuple([s.layout for s in plan.results]), plan.writes is not None
-        found = plan_off_mesh(plan.func, plan.mesh, layouts, args, kwargs, writes)
+        found = plan_off_mesh(
+            plan.func, plan.mesh, layouts, args, kwargs, writes, side_writes=plan.side_writes
+        )
         plan.variants[variant] = found
     return found
 

@@ -19,7 +19,7 @@ from disttensor.dispatch.call_plan import Answer, CallPlan, Planned, Read, ReadK
 from disttensor.dispatch.outputs import wrap_outputs
 from disttensor.dispatch.pending_grads import needs_reduction, reduce_pending
 from disttensor.dispatch.plan_call import variant_of
-from disttensor.dispatch.writes import first_of, mark_written
+from disttensor.dispatch.writes import first_of, mark_written, outdate_uses
 from disttensor.observe import observers
 from disttensor.off_mesh import execute as off_mesh
 from disttensor.pytree import collect, substitute
@@ -108,6 +108,7 @@ def _compute(
     plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any], check: Check | None
 ) -> Any:
     """Runs a call that is not in place."""
+    beside = _targets(plan, plan.side_writes, args, kwargs) if plan.side_writes else []
     given, named = _read_all(plan, args, kwargs)
     out = observe.run_local(plan.local, given, named)  # type: ignore[arg-type]
     x: Any = args[0] if args and type(args[0]) is DistTensor else None
@@ -120,6 +121,11 @@ def _compute(
         _relate(plan, args, kwargs, result)
     if plan.derives is not None:
         derive(plan, args, kwargs, result)
+    if beside:
+        for t in beside:
+            if type(t) is DistTensor:
+                outdate_uses(t)
+        off_mesh.broadcast_written(beside, plan.mesh)
     return result
 
 
@@ -187,20 +193,29 @@ def locals_of(value: Any) -> Any:
 
 def _write(plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Runs a call in place. Returns its first argument, or None if the local function does."""
-    tensors = collect((args, kwargs), [])
-    # a target may be a regular tensor, into which a DistTensor is copied
-    targets = [tensors[i] for i in plan.writes or () if type(tensors[i]) is DistTensor]
-    for x in targets:
-        views.refuse_copy(x, plan.func)
+    targets = _targets(plan, plan.writes or (), args, kwargs)
     given, named = _read_all(plan, args, kwargs)
     out = observe.run_local(plan.local, given, named)  # type: ignore[arg-type]
     if plan.untracked_writes:
         locals_ = collect((given, named), [])
         count(*[locals_[i] for i in plan.writes or ()])
     for x in targets:
-        mark_written(x, not plan.untracked_writes)
+        if type(x) is DistTensor:
+            mark_written(x, not plan.untracked_writes)
     off_mesh.broadcast_written(first_of(args, kwargs), plan.mesh)
     return None if out is None else args[0] if args else targets[0]
+
+
+def _targets(
+    plan: CallPlan, numbers: Sequence[int], args: Sequence[Any], kwargs: dict[str, Any]
+) -> list[Any]:
+    """Returns the tensors with these numbers, which a call writes. One may be a regular tensor."""
+    tensors = collect((args, kwargs), [])
+    targets = [tensors[i] for i in numbers]
+    for x in targets:
+        if type(x) is DistTensor:
+            views.refuse_copy(x, plan.func)
+    return targets
 
 
 # Views, and results that are recomputed ----------------------------------------------------------
@@ -262,6 +277,8 @@ def run_off_mesh(plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any]) ->
         received = objects.recv_object(mesh.root.ranks, mesh.device)
         return off_mesh.wrap_received(received, mesh, args, kwargs)
     off_mesh.refuse_regular(plan.func, mesh, tensors)
+    if plan.side_writes:
+        off_mesh.mark_written(plan.func, [tensors[i] for i in plan.side_writes], mesh)
     if plan.writes is not None:
         target = first_of(args, kwargs)
         off_mesh.update_written(plan.func, target, tensors, mesh)

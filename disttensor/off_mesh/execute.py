@@ -96,9 +96,8 @@ def refuse_regular(func: Function, mesh: ProcessMesh, tensors: list[Tensor]) -> 
             )
 
 
-def update_written(func: Function, target: Any, tensors: list[Any], mesh: ProcessMesh) -> None:
-    """Makes the target of an in-place call, its views and its base depend on all inputs."""
-    targets: list[Any] = collect(target, [])
+def mark_written(func: Function, targets: list[Any], mesh: ProcessMesh) -> None:
+    """Updates state after a write to ``targets`` on the ranks of the mesh."""
     for t in targets:
         if type(t) is DistTensor:
             views.refuse_copy(t, func)
@@ -111,6 +110,12 @@ def update_written(func: Function, target: Any, tensors: list[Any], mesh: Proces
                 "ranks, give it dt.broadcast_value(x), or make the target a DistTensor"
             )
     broadcast_written(targets, mesh)
+
+
+def update_written(func: Function, target: Any, tensors: list[Any], mesh: ProcessMesh) -> None:
+    """Makes the target of an in-place call, its views and its base depend on all inputs."""
+    targets: list[Any] = collect(target, [])
+    mark_written(func, targets, mesh)
     targets = [t for t in targets if type(t) is DistTensor]
     if not _grad():
         return

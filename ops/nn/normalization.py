@@ -71,12 +71,16 @@ def instance_norm(
     input: Arg, running_mean: Any = None, running_var: Any = None, weight: Any = None,
     bias: Any = None, use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5,
 ) -> Factors:  # fmt: skip
-    """batch and channels pass through; what follows stays whole"""
-    if running_mean is not None or running_var is not None or input.ndim < 3:
-        raise NoRule("instance_norm with running statistics, or of a single image")
+    """batch and channels pass through, not a batch whose mean is written; the rest stays whole"""
+    if input.ndim < 3:
+        raise NoRule("instance_norm of a single image")
+    stats = tensors_in(running_mean, running_var)
+    written = _written_stats(stats) if use_input_stats else set[int]()
+    whole = {*range(2, input.ndim), *([0] if written else [])}
     local = partial(_of_a_dense_gradient, padded_if_empty)
-    f = pointwise_factors([input], unsplittable=set(range(2, input.ndim)), local=local)
-    return f.replace(inputs=(*f.inputs, *((1,) for _ in tensors_in(weight, bias))))
+    f = pointwise_factors([input], unsplittable=whole, local=local)
+    rest = ((1,) for _ in (*stats, *tensors_in(weight, bias)))
+    return f.replace(inputs=(*f.inputs, *rest), side_writes=written)
 
 
 @rule(F.batch_norm)
@@ -97,10 +101,7 @@ def batch_norm(
             "Expected more than 1 value per channel when training, got input size "
             f"{torch.Size(input.shape)}"
         )
-    stats = [o for o in (running_mean, running_var) if isinstance(o, Arg)]
-    if any(o.layout.partial for o in stats) or len({o.layout for o in stats}) > 1:
-        raise NoRule("batch_norm that writes running statistics which are pending, or lie apart")
-    written = set(range(1, 1 + len(stats)))
+    written = _written_stats(tensors_in(running_mean, running_var))
     gone = tuple(d for d in dims if d != 1)
 
     def local(call: LocalCall) -> Any:
@@ -108,6 +109,14 @@ def batch_norm(
         return _batch_norm(call, gone, axes) if axes else whole_batch(call)
 
     return Factors(inputs, (dims,), side_writes=written, local=local)
+
+
+def _written_stats(stats: list[Arg]) -> set[int]:
+    """Returns the numbers of running statistics, which follow the input, as inputs of a call that
+    writes to them."""
+    if any(o.layout.partial for o in stats) or len({o.layout for o in stats}) > 1:
+        raise NoRule("running statistics to be written that are pending, or lie apart")
+    return set(range(1, 1 + len(stats)))
 
 
 def _of_a_dense_gradient(make: Callable[[LocalCall], Any], call: LocalCall) -> Any:

@@ -871,6 +871,8 @@ WRITES = {
     "index_copy_": lambda y, x: y.index_copy_(0, torch.tensor([2, 0, 1]), x),
     "scatter_": lambda y, x: y.scatter_(0, torch.tensor([1]), x),
     "addmm_": lambda y, x: y.view(1, 3).addmm_(x.view(1, 3), x.view(3, 1) @ x.view(1, 3)),
+    "batch_norm": lambda y, x: F.batch_norm(torch.stack([x, x**2]), y, y + 1, training=True),
+    "instance_norm": lambda y, x: F.instance_norm(torch.stack([x, x**2], 1)[None], y, y + 1),
 }
 
 

@@ -40,6 +40,7 @@ NORMS: list[tuple[Any, ...]] = [
     (F.group_norm, t(5, 4, 3), 2, t(4), t(4) + 1),
     (F.group_norm, t(5, 6, 3, 2), 3),
     (F.instance_norm, t(5, 6, 3, 2), None, None, t(6), t(6) + 1),
+    (F.instance_norm, t(5, 6, 3), t(6), t(6).exp(), t(6), t(6) + 1, False),
     (F.batch_norm, t(5, 6, 3), t(6), t(6).exp(), t(6), t(6) + 1),
     (F.batch_norm, t(5, 6), t(6), t(6).exp()),
 ]
@@ -47,7 +48,8 @@ NORMS: list[tuple[Any, ...]] = [
 
 @pytest.mark.parametrize("case", NORMS, ids=lambda c: f"{c[0].__name__}{list(c[1].shape)}")
 def test_normalizations(case: Any) -> None:
-    check(*case, frozen=(1, 2) if case[0] is F.batch_norm else ())
+    has_stats = case[0] in (F.batch_norm, F.instance_norm) and case[2] is not None
+    check(*case, frozen=(1, 2) if has_stats else ())
 
 
 @pytest.mark.parametrize("second", [S1, R])
@@ -94,6 +96,42 @@ def test_batch_norm_writes_split_running_statistics_where_they_lie(
         for c, given in got.arguments.items():
             piece = box_at(want.shape, layout.dims, (2, 2), c).slices
             torch.testing.assert_close(given[i], want[piece])
+
+
+@pytest.mark.parametrize("x", [[R, S1], [S0, S1], [S2, R]], ids=str)
+@pytest.mark.parametrize("stats", [[S0, R], [R, S0], [R, R]], ids=str)
+@pytest.mark.parametrize("channels", [6, 3, 1])
+def test_instance_norm_writes_running_statistics_where_they_lie(
+    channels: int, stats: Any, x: Any
+) -> None:
+    full, w = t(5, channels, 4), t(channels)
+    mean, var = torch.zeros_like(w), torch.ones_like(w)
+    layouts = [x, stats, stats, [S0, R]]
+    (got,) = check_rule(
+        F.instance_norm, full, mean, var, w, None, True, 0.3,
+        layouts=layouts, atol=1e-8, frozen=(1, 2),
+    )  # fmt: skip
+    F.instance_norm(full, mean, var, w, None, True, 0.3)
+    for i, want in ((1, mean), (2, var)):
+        layout = got.decision.input_layouts[i]
+        assert layout.placements(2) == tuple(stats)
+        for c, given in got.arguments.items():
+            piece = box_at(want.shape, layout.dims, (2, 2), c).slices
+            torch.testing.assert_close(given[i], want[piece])
+
+
+@on_ranks(2)
+def test_what_was_made_of_running_statistics_is_stale_after_they_were_written() -> None:
+    """Rows are copies in place of a view: a row of two elements is on two ranks."""
+    x = place(t(5, 6, 2), line(), [R])
+    for norm in (lambda *a: F.batch_norm(*a, training=True), F.instance_norm):
+        mean, var = (place(f(6).double(), line(), [S0]) for f in (torch.zeros, torch.ones))
+        rows = mean.view(3, 2)
+        assert rows.sum() == 0
+        norm(x, mean, var)
+        with pytest.raises(RuntimeError, match="written to"):
+            rows.sum()
+        torch.testing.assert_close(mean.full_tensor(), x.full_tensor().mean((0, 2)) / 10)
 
 
 @on_ranks(2)

@@ -93,12 +93,10 @@ LAYERS: list[tuple[Any, ...]] = [
     ("rows of vectors", F.multi_margin_loss, V, torch.tensor(2)),
     ("weights of", F.multi_margin_loss, C, torch.arange(5), {"weight": V.square()}),
     ("rows that broadcast", F.triplet_margin_loss, C, V.unsqueeze(0), C + 1),
-    ("running statistics", F.instance_norm, X, V, V.square(), {"use_input_stats": False}),
     ("one norm of the whole", torch._weight_norm, C, ONE, -1),
 ]
 NO_GRADIENT = {
     "a fill_value", "powers of order", "one signal", "tolerances", "inplace=True", "weights of",
-    "running statistics",
 }  # fmt: skip
 # Torch refuses these, and says why.
 REFUSED: list[tuple[Any, ...]] = [

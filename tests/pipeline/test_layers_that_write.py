@@ -55,6 +55,24 @@ class Net(nn.Module):
         return (y**2).sum() / 100
 
 
+class BatchOfRows(nn.BatchNorm1d):
+    """Writes to its statistics only, by the function of torch."""
+
+    def forward(self, x):
+        stats = self.running_mean, self.running_var
+        return F.batch_norm(x, *stats, self.weight, self.bias, self.training)
+
+
+class InstanceNorm(nn.InstanceNorm1d):
+    def __init__(self, n):
+        super().__init__(n, affine=True, track_running_stats=True)
+        del self.num_batches_tracked
+        self.num_batches_tracked = None
+
+    def forward(self, x):
+        return super().forward(x.unsqueeze(-1).expand(-1, -1, 3) * torch.ones(3).double())[..., 0]
+
+
 def run(net, batch, schedule, meshes):
     order = [meshes[i] for i in ORDERS[schedule]]
     pipeline.split(net.layers, order, of=net)
@@ -97,12 +115,13 @@ def test_a_buffer_that_stages_share_is_written_to_on_its_own_stage_only(schedule
     batch, meshes = randn(4, 6, seed=9), stage_meshes()
     with pytest.raises(RuntimeError, match=r"'norm.num_batches_tracked' of a Layer, which layers"):
         run(Net(norm=nn.BatchNorm1d(6).double()), batch, schedule, meshes)
-    plain, net = (
-        Net(norm=nn.BatchNorm1d(6).double()).eval(),
-        Net(norm=nn.BatchNorm1d(6).double()).eval(),
-    )
-    plain(batch).backward()
-    run(net, batch, schedule, meshes)
-    for p, q in zip(net.parameters(), plain.parameters(), strict=True):
-        if p.is_initialized and p.grad is not None:
-            torch.testing.assert_close(p.grad.to_local(), q.grad)
+    for norm in (nn.BatchNorm1d, BatchOfRows, InstanceNorm):
+        if norm is not nn.BatchNorm1d:
+            with pytest.raises(RuntimeError, match=r"'norm.running_mean' of a Layer, which layers"):
+                run(Net(norm=norm(6).double()), batch, schedule, meshes)
+        plain, net = Net(norm=norm(6).double()).eval(), Net(norm=norm(6).double()).eval()
+        plain(batch).backward()
+        run(net, batch, schedule, meshes)
+        for p, q in zip(net.parameters(), plain.parameters(), strict=True):
+            if p.is_initialized and p.grad is not None:
+                torch.testing.assert_close(p.grad.to_local(), q.grad)
