@@ -36,6 +36,8 @@ Tensor = torch.Tensor
 Check = Callable[[CallPlan, Any], CallPlan]  # (plan, results) -> the plan with their dtypes
 _CONSTANT, _TENSOR, _LIST, _ = ReadKind
 
+# Views with the same elements in the same order, for all strides of their source
+_RESHAPES = ("view", "view_as", "unflatten")
 _setitem: Callable[..., Any] = Tensor.__setitem__
 _grad: Callable[[], bool] = torch.is_grad_enabled
 
@@ -229,10 +231,19 @@ def _relate(plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any], result:
         if type(x) is not DistTensor:
             continue
         if view is not None and view[1]:
-            back = partial(_setitem, x, args[1]) if plan.func is Tensor.__getitem__ else None
+            back: Callable[[Any], Any] | None = None
+            if plan.func is Tensor.__getitem__:
+                back = partial(_setitem, x, args[1])
+            elif plan.func.__name__ in _RESHAPES and r.spec.dtype is x.spec.dtype:
+                back = partial(_copy_reshaped, x)
             views.register_copy(r, x, plan.func, back)
         elif x._view_state is not None:
             views.inherit_copy(r, x)
+
+
+def _copy_reshaped(x: DistTensor, copy: DistTensor) -> None:
+    """Copies the elements of a reshaped copy of ``x``, which keep their order, into ``x``."""
+    x.copy_(copy.reshape(x.spec.shape))
 
 
 def derive(plan: CallPlan, args: Sequence[Any], kwargs: Any, result: Any) -> None:

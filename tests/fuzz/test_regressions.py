@@ -136,6 +136,48 @@ def test_a_row_that_is_written_shows_in_the_tensor_and_stays_up_to_date():
         other.full_tensor()
 
 
+# Writes to a tensor of 5 x 6 through other shapes of it, all of which move data of split dims.
+RESHAPED = {
+    "flat": lambda x: x.view(-1)[3:9].zero_(),
+    "by numbers": lambda x: x.view(-1).__setitem__(torch.tensor([1, 7, 22]), 5.0),
+    "transposed": lambda x: x.view(-1).view(2, 15).t()[3].fill_(2.0),
+    "unflatten": lambda x: x.unflatten(1, (2, 3))[:, 1].neg_(),
+    "view_as": lambda x: x.view_as(torch.empty(10, 3)).mul_(3),
+    "twice": lambda x: [(v.clamp_(-0.5, 1), v[0].copy_(v[1])) for v in [x.view(10, 3)]],
+}
+
+
+@pytest.mark.parametrize("name", RESHAPED)
+@pytest.mark.parametrize("grad", [False, True])
+@on_ranks(2)
+def test_a_write_to_another_shape_of_a_tensor_shows_in_the_tensor(grad, name):
+    write, weights = RESHAPED[name], randn(5, 6, seed=3)
+    leaf = randn(5, 6).requires_grad_(grad)
+    want = leaf * 1.5
+    write(want)
+    for layout in ([R], [S0], [S1]):
+        ours = oracle.place(leaf.detach(), oracle.line(), layout).requires_grad_(grad)
+        x = ours * 1.5
+        view = x.view(3, 10)
+        write(x)
+        torch.testing.assert_close(x.detach().full_tensor(), want.detach())
+        if layout != [R]:
+            with pytest.raises(RuntimeError, match=r"written to since"):
+                view.full_tensor()
+        if grad:
+            (x * weights).sum().backward()
+            (expected,) = torch.autograd.grad((want * weights).sum(), leaf, retain_graph=True)
+            torch.testing.assert_close(ours.grad.full_tensor(), expected)
+
+
+@on_ranks(2)
+def test_a_write_to_a_reshape_that_copied_is_refused():
+    """In one process, strides decide whether it is a view; ranks do not know those of the whole."""
+    for take in (lambda x: x.reshape(-1), lambda x: x.t().reshape(-1), lambda x: x.flatten()):
+        with pytest.raises(RuntimeError, match=r"had to move data and returned a copy"):
+            take(split_rows()).zero_()
+
+
 @on_ranks(2)
 def test_copies_that_are_gone_leave_nothing_behind():
     gc.collect()
