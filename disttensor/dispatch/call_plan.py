@@ -63,7 +63,7 @@ class CallPlan:
                       is a copy, as data was moved (see tensor/views.py); or None.
     derives           number of the tensor from which varying uses make the result again, or None.
     writes            numbers of the tensors that are written; None: no in-place call.
-    side_writes       numbers of the tensors that are written beside the result.
+    side_writes       numbers of the tensors that are written in addition to the results.
     untracked_writes  autograd does not count these writes: fused kernels, custom operators.
     may_reuse         for each tensor: True if pending, so that an earlier reduction may be read.
     reduce_first      for each tensor the spec to reduce it to before the call is dispatched again.

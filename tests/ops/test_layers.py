@@ -77,6 +77,16 @@ def test_gradients_of_a_piece_of_one_image_that_come_transposed():
         torch.testing.assert_close(x.grad.full_tensor(), leaf.grad, rtol=1e-9, atol=1e-9)
 
 
+def check_written(got: Any, stats: Any, mean: torch.Tensor, var: torch.Tensor) -> None:
+    """Compares running statistics, placed as ``stats``, with those that torch has written."""
+    for i, want in ((1, mean), (2, var)):
+        layout = got.decision.input_layouts[i]
+        assert layout.placements(2) == tuple(stats)
+        for c, given in got.arguments.items():
+            piece = box_at(want.shape, layout.dims, (2, 2), c).slices
+            torch.testing.assert_close(given[i], want[piece])
+
+
 @pytest.mark.parametrize("x", [[R, R], [S0, S1], [S1, S0], [S1, S1], [S2, S0], [R, S2]], ids=str)
 @pytest.mark.parametrize("stats", [[S0, R], [R, S0], [S0, S0]], ids=str)
 @pytest.mark.parametrize("channels", [6, 3])
@@ -90,12 +100,7 @@ def test_batch_norm_writes_split_running_statistics_where_they_lie(
         F.batch_norm, full, mean, var, w, b, True, 0.3, layouts=layouts, atol=1e-8, frozen=(1, 2)
     )
     F.batch_norm(full, mean, var, w, b, True, 0.3)
-    for i, want in ((1, mean), (2, var)):
-        layout = got.decision.input_layouts[i]
-        assert layout.placements(2) == tuple(stats)
-        for c, given in got.arguments.items():
-            piece = box_at(want.shape, layout.dims, (2, 2), c).slices
-            torch.testing.assert_close(given[i], want[piece])
+    check_written(got, stats, mean, var)
 
 
 @pytest.mark.parametrize("x", [[R, S1], [S0, S1], [S2, R]], ids=str)
@@ -112,12 +117,7 @@ def test_instance_norm_writes_running_statistics_where_they_lie(
         layouts=layouts, atol=1e-8, frozen=(1, 2),
     )  # fmt: skip
     F.instance_norm(full, mean, var, w, None, True, 0.3)
-    for i, want in ((1, mean), (2, var)):
-        layout = got.decision.input_layouts[i]
-        assert layout.placements(2) == tuple(stats)
-        for c, given in got.arguments.items():
-            piece = box_at(want.shape, layout.dims, (2, 2), c).slices
-            torch.testing.assert_close(given[i], want[piece])
+    check_written(got, stats, mean, var)
 
 
 @on_ranks(2)
