@@ -19,7 +19,7 @@ from disttensor.dispatch.call_plan import Answer, CallPlan, Planned, Read, ReadK
 from disttensor.dispatch.outputs import wrap_outputs
 from disttensor.dispatch.pending_grads import needs_reduction, reduce_pending
 from disttensor.dispatch.plan_call import variant_of
-from disttensor.dispatch.writes import first_of, mark_written, outdate_uses
+from disttensor.dispatch.writes import first_of, mark_written
 from disttensor.observe import observers
 from disttensor.off_mesh import execute as off_mesh
 from disttensor.pytree import collect, substitute
@@ -126,7 +126,7 @@ def _compute(
     if beside:
         for t in beside:
             if type(t) is DistTensor:
-                outdate_uses(t)
+                mark_written(t)
         off_mesh.broadcast_written(beside, plan.mesh)
     return result
 

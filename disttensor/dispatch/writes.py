@@ -29,19 +29,14 @@ def is_untracked(func: Function) -> bool:
 
 
 def mark_written(x: DistTensor, tracked: bool = True) -> None:
-    """Updates state after a write to the local of ``x``, and shows it to observers. ``tracked``:
-    autograd has counted the write."""
-    outdate_uses(x)
-    for o in observe.seeing_calls():
-        o.write(x, tracked)
-
-
-def outdate_uses(x: DistTensor) -> None:
-    """Updates state after a write to the local of ``x``: earlier uses have the old value."""
+    """Updates state after a write to the local of ``x``: earlier uses have the old value.
+    ``tracked``: autograd has counted the write."""
     if x._uses is not None or x._reduced is not None or views.LIVE:
         invalidate(x)
     if x._view_state is not None:
         views.write_back(x)
+    for o in observe.seeing_calls():
+        o.write(x, tracked)
 
 
 def note_error(error: BaseException, planned: Any, target: Any = None) -> None:

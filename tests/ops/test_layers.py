@@ -135,6 +135,18 @@ def test_what_was_made_of_running_statistics_is_stale_after_they_were_written() 
 
 
 @on_ranks(2)
+def test_so_it_is_after_a_replayed_forward() -> None:
+    norm = torch.nn.BatchNorm1d(6).double()
+    dt.shard_module(norm, line(), {"running*": [S0]})
+    forward, x = dt.replay(norm), place(t(5, 6), line(), [R])
+    for _ in range(3):
+        rows = norm.running_mean.view(3, 2)
+        forward(x)
+        with pytest.raises(RuntimeError, match="written to"):
+            rows.sum()
+
+
+@on_ranks(2)
 def test_a_split_batch_norm_gathers_nothing() -> None:
     """Parameters in half precision, beside statistics in single: split by channels."""
     mesh = dt.init_mesh((2,), ("tp",))
