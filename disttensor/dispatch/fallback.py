@@ -69,7 +69,14 @@ def writes(func: Function) -> bool:
 
 # Arguments that torch functions write without a sign in the name or in a version counter
 UNDECLARED_WRITES: dict[Function, dict[str, int]] = {
-    torch.batch_norm: {"running_mean": 3, "running_var": 4},
+    **{
+        getattr(torch, name): {"running_mean": 3, "running_var": 4} for name in (
+            "batch_norm", "instance_norm", "native_batch_norm",
+            "cudnn_batch_norm", "miopen_batch_norm", "batch_norm_gather_stats",
+            "batch_norm_gather_stats_with_counts",
+        )
+    },
+    torch.batch_norm_update_stats: {"running_mean": 1, "running_var": 2},
     torch.fused_moving_avg_obs_fake_quant: {
         "running_min": 3, "running_max": 4, "scale": 5, "zero_point": 6,
     },

@@ -46,6 +46,48 @@ def test_a_plain_out_receives_the_whole_result(name: str) -> None:
         torch.mul(dt.shard_tensor(whole, mesh), 2, out=torch.zeros(2))
 
 
+STATISTICS: dict[str, Callable[..., Any]] = {
+    "batch_norm": lambda x, *stats: torch.batch_norm(x, None, None, *stats, True, 0.1, 1e-5, True),
+    "instance_norm": lambda x, *stats: torch.instance_norm(
+        x, None, None, *stats, True, 0.1, 1e-5, True
+    ),
+    "native_batch_norm": lambda x, *stats: torch.native_batch_norm(
+        x, None, None, running_mean=stats[0], running_var=stats[1], training=True, momentum=0.1,
+        eps=1e-5,
+    ),
+    "batch_norm_update_stats": lambda x, *stats: torch.batch_norm_update_stats(x, *stats, 0.1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STATISTICS)
+@pytest.mark.filterwarnings("ignore::disttensor.errors.FallbackWarning")
+@on_ranks(2)
+def test_statistics_that_a_function_writes_without_a_sign_keep_the_write(name: str) -> None:
+    """torch counts no version, and neither the name nor the schema of the function says it."""
+    mesh, call = dt.init_mesh((2,)), STATISTICS[name]
+    x, want = torch.arange(30.0).reshape(2, 3, 5).cos(), (torch.zeros(3), torch.ones(3))
+    call(x, *want)
+    for placement in (R, S0):
+        stats = [dt.shard_tensor(t, mesh, [placement]) for t in (torch.zeros(3), torch.ones(3))]
+        copy = stats[0].reshape(1, 3).reshape(3)
+        kept = stats[1].sum()
+        call(dt.shard_tensor(x, mesh, [S1]), *stats)
+        for ours, expected in zip(stats, want, strict=True):
+            torch.testing.assert_close(ours.full_tensor(), expected)
+        torch.testing.assert_close(stats[1].sum().full_tensor(), want[1].sum())
+        assert kept.full_tensor() == 3
+        if placement is R:  # a view
+            torch.testing.assert_close(copy.full_tensor(), want[0])
+    one = dt.ProcessMesh([1])
+    stats = [dt.shard_tensor(t, one) for t in (torch.zeros(3), torch.ones(3))]
+    plain = torch.zeros(3), torch.ones(3)
+    with dt.values_everywhere():
+        call(dt.shard_tensor(x, one), *plain)
+        call(dt.shard_tensor(x, one), *stats)
+    for ours, expected in zip((*plain, *map(dt.broadcast_value, stats)), want * 2, strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
 @on_ranks(2)
 def test_a_plain_tensor_on_a_rank_outside_refuses_a_value_of_the_mesh() -> None:
     mesh = dt.ProcessMesh([1])
