@@ -91,10 +91,12 @@ def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
 
 
 def _flash(q: Tensor, v: Tensor, hidden: Hidden) -> bool:
-    """Returns True if torch has a kernel that returns the log-sum-exp."""
+    """Returns True if torch has a kernel that returns the log-sum-exp. It divides by sizes, so a
+    piece without elements would end the process."""
     return (
         q.is_cpu and flash_on_cpu is not None and hidden.keep is None and q.shape[-1] == v.shape[-1]
-    )
+        and 0 not in (*q.shape, *v.shape)
+    )  # fmt: skip
 
 
 def _dense(x: Tensor) -> Tensor:

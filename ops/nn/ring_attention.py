@@ -118,7 +118,7 @@ class RingAttention(torch.autograd.Function):
         with torch.autocast(q.device.type, enabled=False):
             for step, (block, keys, values) in enumerate(_round(ring, k, v)):
                 sums = k.new_zeros(keys.numel() + values.numel(), dtype=wide(k.dtype))
-                mine = _unpacked(sums, k, v)
+                mine = _unpacked(sums, k, v, keys.shape[2])
                 for pair in _pairs(ring, factor, mask, block):
                     hidden = _hidden(factor, pair, mask, q)
                     at, to = _along(pair.rows), _along(pair.keys)
@@ -138,7 +138,7 @@ class RingAttention(torch.autograd.Function):
                 else:
                     own = sums
             own, _ = _arrived(ring, ring.size, back, own, sums)
-        return None, None, of_q.to(q.dtype), *_unpacked(own, k, v), of_mask
+        return None, None, of_q.to(q.dtype), *_unpacked(own, k, v, k.shape[2]), of_mask
 
 
 def _along(part: slice) -> tuple[slice, ...]:
@@ -169,9 +169,9 @@ def _row(k: Tensor, v: Tensor) -> int:
     return k.shape[0] * k.shape[1] * (k.shape[-1] + v.shape[-1])
 
 
-def _unpacked(flat: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the keys and values of a block, which lie one after the other."""
-    lead, length = k.shape[:2], flat.numel() // max(1, _row(k, v))
+def _unpacked(flat: Tensor, k: Tensor, v: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Returns the ``length`` keys and values of a block, which lie one after the other."""
+    lead = k.shape[:2]
     n = lead.numel() * length * k.shape[-1]
     return flat[:n].view(*lead, length, k.shape[-1]), flat[n:].view(*lead, length, v.shape[-1])
 
@@ -181,7 +181,8 @@ def _round(ring: Ring, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tens
     row, held = _row(k, v), torch.cat([k.reshape(-1), v.reshape(-1)])
     for step in range(ring.size):
         work = ring.hop(step + 1, held, row) if step + 1 < ring.size else None
-        yield ring.at(step), *_unpacked(held, k, v)
+        block, came = ring.at(step), bool(held.numel()) or not row  # else nothing was sent
+        yield block, *_unpacked(held, k, v, ring.length(block) if came else 0)
         held = held.new_empty(0) if work is None else work.wait()[(ring.me - 1) % ring.size]
 
 

@@ -107,6 +107,17 @@ def test_on_a_mesh_that_splits_heads_too_and_on_a_line():
             check_op(attention, *args, layouts=layouts, mesh=grid(), **words)
 
 
+@on_ranks(4, timeout=120)
+def test_a_rank_whose_batch_is_empty_takes_part():
+    """torch's kernel ends the process on a tensor without elements; k and v have no rows to count
+    their length by."""
+    for case in ("causal", "uneven", "causal, fewer keys"):
+        args, words = [t[:1] for t in CASES[case][0]], CASES[case][1]
+        for way in WAYS:
+            with dt.attention.policy(way):
+                check_op(attention, *args, layouts=[[Shard(0), S2]] * 3, mesh=grid(), **words)
+
+
 # What is sent, and kept --------------------------------------------------------------------------
 
 
