@@ -144,3 +144,56 @@ def test_a_dtensor_of_torch_is_an_error():
     for tensors in ((x, theirs), (theirs,)):
         with pytest.raises(ValueError, match=r"a torch DTensor.*from_dtensor"):
             double(*tensors)
+
+
+@on_ranks(2)
+def test_a_whole_result_beside_pieces_is_refused_unless_the_gradients_are_given():
+    """Its gradient could count once or on each rank; what the error proposes is right."""
+    mesh, whole, cut = dt.init_mesh((2,)), [dt.Replicate()], [dt.Shard(1)]
+    values = torch.arange(6.0).reshape(2, 3), torch.arange(9.0).reshape(3, 3).cos()
+    plain = [t.clone().requires_grad_() for t in values]
+    (plain[0] * 2).sum().backward()
+    ((plain[0] @ plain[1]).sum() * 3).backward()
+
+    def given() -> list[dt.DistTensor]:
+        return [
+            dt.shard_tensor(t, mesh, p, requires_grad=True)
+            for t, p in zip(values, (whole, cut), strict=True)
+        ]
+
+    def both(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * 2, (x @ w).sum()
+
+    x, w = given()
+    with pytest.raises(ValueError, match=r"result 0 is Replicate over 'd0'.* a call of its own"):
+        dt.local_map(both, out_placements=[whole, [dt.Partial()]])(x, w)
+    with torch.no_grad():
+        doubled, _ = dt.local_map(both, out_placements=[whole, [dt.Partial()]])(x, w)
+    torch.testing.assert_close(doubled.full_tensor(), values[0] * 2)
+    doubled = dt.local_map(lambda x: x * 2, out_placements=whole)(x)
+    total = dt.local_map(lambda x, w: (x @ w).sum(), out_placements=[dt.Partial()])(x, w)
+    (doubled.sum() + total * 3).backward()
+    for ours, theirs in zip((x, w), plain, strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+    class Sum(torch.autograd.Function):
+        """An all-reduce whose backward takes the whole gradient on each rank."""
+
+        @staticmethod
+        def forward(ctx, t):
+            t = t.clone()
+            dist.all_reduce(t)
+            return t
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    x, w = given()
+    grads = [[dt.Partial()], cut]
+    summed = dt.local_map(
+        lambda x, w: Sum.apply((x @ w).sum()), out_placements=whole, in_grad_placements=grads
+    )(x, w)
+    ((x * 2).sum() + summed * 3).backward()
+    for ours, theirs in zip((x, w), plain, strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)

@@ -140,6 +140,8 @@ def local_map(
             call = substitute((args, kwargs), lambda _: next(left))
             result = fn(*call[0], **call[1])
             pieces, rebuilt = _checked_pieces(result, outs)
+            if in_grad_placements is None:
+                _refuse_whole(pieces, outs, mesh, vary[mesh])
             if torch.is_grad_enabled() and any(mesh.shape[a] > 1 for a in vary[mesh]):
                 pieces = tie_outputs(pieces, locals_)
             result = rebuilt([
@@ -240,6 +242,25 @@ def _checked_pieces(result: Any, outs: Sequence[Any]) -> tuple[list[Any], Callab
         if o is not None:
             check_dense(f"local_map: result {i} of fn", p)
     return pieces, (lambda made: made[0]) if single else partial(rebuild, result)
+
+
+def _refuse_whole(pieces: list[Any], outs: list[Any], mesh: ProcessMesh, vary: set[int]) -> None:
+    """Raises ValueError for a result that is Replicate over an axis over which others vary, if it
+    needs a gradient: does each rank get the whole one, or all together?"""
+    for i, (p, o) in enumerate(zip(pieces, outs, strict=True)):
+        if o is None or not (torch.is_grad_enabled() and p.requires_grad):
+            continue
+        whole = [a for a in vary if mesh.shape[a] > 1 and str(as_placement(list(o)[a])) == "R"]
+        if whole:
+            name = mesh.dim_names[min(whole)]
+            raise ValueError(
+                f"local_map: result {i} is Replicate over {name!r}, and an argument or another "
+                "result is not, so it is not known whether its gradient counts once or on each "
+                "rank. If each rank computes a summand, return it as Partial() without an "
+                "all-reduce; if it follows from replicated arguments alone, make it by a call of "
+                "its own; if the function's backward expects the whole gradient on each rank, give "
+                "in_grad_placements"
+            )
 
 
 def _number(tensors: list[torch.Tensor]) -> int:
