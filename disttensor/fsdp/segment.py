@@ -138,8 +138,10 @@ class Segment:
                 self.add_change(param, leaf)
 
     def add_change(self, param: FSDPParam, leaf: Tensor) -> None:
-        is_complete = leaf is param.sharded_param.local
+        is_complete, requires_grad = leaf is param.sharded_param.local, leaf.requires_grad
+        leaf.requires_grad_()  # it may be frozen since
         leaf.register_hook(partial(_change, weakref.ref(self), is_complete))
+        leaf.requires_grad_(requires_grad)
 
     @property
     def is_visible(self) -> bool:

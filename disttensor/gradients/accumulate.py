@@ -23,7 +23,7 @@ from disttensor.tensor.dist_tensor import DistTensor, wrap
 from disttensor.tensor.grad import as_gradient, combine_gradients, get_grad, grad_spec, set_grad
 from disttensor.tensor.grad_slot import keep_grad, remember_grad, shown_grad
 from disttensor.tensor.reshard import resharded
-from disttensor.tensor.uses import count_leaves, leaves_of
+from disttensor.tensor.uses import count_leaves, invalidate, leaves_of
 from disttensor.torch_private import current_backward
 
 Tensor = torch.Tensor
@@ -125,11 +125,22 @@ class GradAccumulator:
             if leaf.grad is not None and set(own) <= set(axes):
                 if not any(coordinate[a] for a in axes if a not in own and a != self.axis):
                     self.own_piece(total).add_(leaf.grad)
+                self._take_shown(leaf.grad)
                 leaf.grad = None
-        if self._shown is None or self._shown.local is not total:
-            spec = grad_spec(self.unsharded_param, axes)
-            self._shown = wrap(total, spec.with_dtype(total.dtype))
+        spec = grad_spec(self.unsharded_param, axes).with_dtype(total.dtype)
+        if self._shown is None:
+            self._shown = wrap(total, spec)
+        elif self._shown.local is not total:
+            self._shown.local, self._shown.spec = total, spec
+            invalidate(self._shown)
         return self._shown
+
+    def _take_shown(self, grad: Tensor | None) -> None:
+        """Lets the last ``p.grad`` show what becomes of ``grad``, if it shows this gradient: the
+        user may hold it."""
+        shown = shown_grad(self.sharded_param)
+        if grad is not None and shown is not None and shown.local is grad:
+            self._shown = shown
 
     def drop(self) -> None:
         """Drops the gradients collected so far."""
@@ -156,6 +167,8 @@ class GradAccumulator:
         gradient of uses that did not vary), and drops them. None: this rank has none."""
         own, shape = self._sum, self.spec.mesh.shape
         pieces = self.pop_pieces()
+        for _, grad in pieces:
+            self._take_shown(grad)
         pending = [piece for piece in pieces if any(shape[a] > 1 for a in piece[0])]
         complete = [piece for piece in pieces if all(shape[a] == 1 for a in piece[0])]
         axes = self.pending_axes()
@@ -220,9 +233,7 @@ class GradAccumulator:
         for own, leaf in leaves_of(self.sharded_param):
             if own == axes:
                 grad, leaf.grad = leaf.grad, None
-                shown = shown_grad(self.sharded_param)
-                if shown is not None and shown.local is grad:
-                    self._shown = shown
+                self._take_shown(grad)
                 return grad
         return None
 
@@ -248,6 +259,7 @@ class GradAccumulator:
         if shown is not None:  # the user may hold this ``p.grad``: update it
             now: Any = get_grad(self.sharded_param)
             shown.local, shown.spec = now.local, now.spec
+            invalidate(shown)
             remember_grad(self.sharded_param, shown, made=True)
 
     def pop_accumulated(self) -> bool:

@@ -140,7 +140,8 @@ def _grad_place(x: DistTensor) -> GradMemory:
     """Returns the place of the gradient of x. If x has one leaf with pending gradients, each later
     backward moves its gradient there."""
     memory, aliases = grad_memory_of(x), aliases_of_leaf(x)
-    if len(aliases) == 1 and not hasattr(aliases[0], _ADOPTS):
+    frozen = not x.local.requires_grad  # since the backward: torch allows no hook
+    if len(aliases) == 1 and not frozen and not hasattr(aliases[0], _ADOPTS):
         setattr(aliases[0], _ADOPTS, True)
         aliases[0].register_post_accumulate_grad_hook(memory.adopt_grad)
     return memory

@@ -8,7 +8,6 @@ pieces, parameters and meshes together.
 from __future__ import annotations
 
 import math
-import weakref
 import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -75,8 +74,9 @@ def clip_grad_norm_(
             "clipped. To scale them by it anyway: error_if_nonfinite=False"
         )
     nn.utils.clip_grads_with_norm_(params, max_norm, total, foreach)
-    held = weakref.ref(total)
-    total.full_tensor = lambda: held()  # type: ignore[attr-defined]
+    same = total.detach()  # with the methods of ``total``, it would refer to itself
+    total.full_tensor = same.detach  # type: ignore[attr-defined]
+    total.__reduce_ex__ = same.__reduce_ex__  # type: ignore[method-assign]  # without attributes
     return total
 
 

@@ -25,6 +25,7 @@ from disttensor.pipeline.micro_batch import MicroBatch, Step
 from disttensor.pipeline.random_state import RandomState, end_run, seeds_of_run
 from disttensor.pipeline.schedule import SHAPES, Schedule, route
 from disttensor.pipeline.schedules import NAMES, Maker, named
+from disttensor.tensor.grad import update_shown
 
 
 def run(
@@ -102,6 +103,7 @@ def run(
         for micro_batch in running:
             micro_batch.close()
     end_run(m.random_state for m in running if m.random_state)
+    update_shown()
     losses = [micro_batch.loss for micro_batch in running]
     first = next(loss for loss in losses if loss is not None)  # see callbacks.choose_actions
     return [(first if loss is None else loss).detach() for loss in losses]

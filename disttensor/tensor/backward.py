@@ -25,7 +25,7 @@ from disttensor.core.layout import Axes
 from disttensor.core.spec import DistSpec
 from disttensor.graph_nodes import node_of, nodes_of
 from disttensor.tensor.base import MeshTensor
-from disttensor.tensor.grad import as_gradient, combine_gradients, grad_spec
+from disttensor.tensor.grad import as_gradient, combine_gradients, grad_spec, update_shown
 from disttensor.tensor.grad_slot import GradCollector, collector_of
 from disttensor.tensor.gradient_edge import TensorNode, tensor_node
 from disttensor.tensor.reshard import MICRO_BATCH, resharded, resharded_local
@@ -259,7 +259,10 @@ def wrap_run_backward(original: Callable[..., Any]) -> Callable[..., Any]:
         roots: Any, grads: Any, keep: bool, create: bool, inputs: Any = (), *rest: Any, **named: Any
     ) -> Any:  # fmt: skip
         if not any(map(tensor_node, (*roots, *inputs))):
-            return original(roots, grads, keep, create, inputs, *rest, **named)
+            result = original(roots, grads, keep, create, inputs, *rest, **named)
+            if current_backward() == -1:
+                update_shown()
+            return result
         if named.get("accumulate_grad"):
             return autograd_backward(roots, grads, keep, create, inputs=inputs or None)
         return autograd_grad(roots, inputs, grads, keep, create, *rest)

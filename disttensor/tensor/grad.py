@@ -17,6 +17,7 @@ from disttensor.core.layout import Axes, Layout
 from disttensor.core.spec import DistSpec
 from disttensor.tensor.base import MeshTensor
 from disttensor.tensor.grad_slot import (
+    SHOWN,
     collector_of,
     drop_grads,
     keep_grad,
@@ -130,6 +131,17 @@ def get_grad(x: T) -> T | None:
     if grad.local is total:
         remember_grad(x, grad, made=True)
     return grad
+
+
+def update_shown() -> None:
+    """Adds what the last backward has collected to the gradients that were shown before: torch
+    accumulates in place, and the program may hold ``p.grad``."""
+    for key, ref in list(SHOWN.items()):
+        x = ref()
+        if x is None or shown_grad(x) is None:
+            SHOWN.pop(key, None)
+        elif x.local.is_leaf:
+            get_grad(x)
 
 
 def _update_shown(shown: MeshTensor, x: MeshTensor, axes: Axes, total: Tensor) -> None:

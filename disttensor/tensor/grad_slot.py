@@ -14,6 +14,9 @@ from disttensor.tensor.uses import add_leaf, leaves_of
 
 Tensor = torch.Tensor
 
+# id -> the tensors whose gradient was shown, see ``disttensor.tensor.grad.update_shown``
+SHOWN: dict[int, weakref.ref[Any]] = {}
+
 
 class GradCollector(Protocol):
     """Collects the gradients of a leaf on other tensors, and brings them to the leaf: see
@@ -87,7 +90,7 @@ def remember_grad(x: Any, g: Any, made: bool = False) -> None:
     """Stores ``g`` as the result of ``x.grad``. With ``made``, a reduction of ``g`` also reduces
     the gradient of x."""
     if g is not None and made:
-        grad_slot(g).owner = weakref.ref(x)
+        SHOWN[id(x)] = grad_slot(g).owner = weakref.ref(x)
     if g is not None or x._grad_slot is not None:
         grad_slot(x).grad = g
 
