@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import BuiltinFunctionType, MethodWrapperType
 from typing import Any, NamedTuple
 
@@ -56,6 +56,8 @@ from disttensor.trace.torch_functions import (
     by_spec,
     kind_of,
     permuted,
+    reads_sizes,
+    shape_is_read,
     unneeded_cast,
 )
 from disttensor.trace.world_state import Untraceable, WorldState, world_state
@@ -229,16 +231,20 @@ class CallRecorder(Observer):
         if inner is not None:
             with self.mode:  # records the calls of the body
                 return self.run_body(inner, args, kwargs, func)
-        with self.line(args, kwargs):
+        tensors = collect((args, kwargs), [])
+        asks = reads_sizes(func, tensors)
+        with self.line(args, kwargs), asks or nullcontext():
             out = func(*args, **kwargs)
         if unneeded_cast(func, args, kwargs, out):
             return out
         writes = fallback.writes(func)
         if not collect(out, []):
-            if not collect((args, kwargs), []):
+            if not tensors:
                 return out  # torch.device(...) and the like
             if out is not None or not writes:
                 self.refuse(f"{name_of(func)} reads a value")
+        if shape_is_read(func, args, kwargs) or (asks is not None and asks.found):
+            self.refuse(f"{name_of(func)}: the shape of its result may depend on data")
         self.writes = self.writes or writes
         self.note(func, args, kwargs, out, kind == NOT_IF_UNUSED)
         return out

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from disttensor.dispatch.function_body import body_of
+from disttensor.pytree import collect
+from disttensor.torch_private import TorchDispatchMode
 
 # Questions about a tensor whose answers follow from its metadata, or are read by our own code.
 _ASKED = frozenset({
@@ -29,6 +31,13 @@ _REFUSED = frozenset({
     "retain_grad", "register_post_accumulate_grad_hook", "swap_tensors", "rename_",
 })  # fmt: skip
 _SETS = ("set_", "_set_", "manual_seed", "seed", "use_deterministic", "init_")
+_INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+# Functions that read the shape of their result in a tensor: in any, or in the second.
+_SIZED_BY_DATA = ("nonzero", "argwhere", "masked_select", "unique", "bincount")
+_SIZES_IN_SECOND = frozenset({
+    "repeat_interleave", "tensor_split", "pack_padded_sequence", "pad_packed_sequence",
+})  # fmt: skip
+_MASKS = (torch.bool, torch.uint8)
 _OMITTED = frozenset({"detach", "view_as"})  # omitted if the result is unused
 
 # Python functions that read options and sizes, and call C++ functions. Functions that also read
@@ -76,6 +85,43 @@ def kind_of(func: Any) -> str:
     if name in _REFUSED or name.startswith(_SETS):
         return REFUSED
     return NOT_IF_UNUSED if name in _OMITTED else CALL
+
+
+class NumberReads(TorchDispatchMode):
+    """``found``: a call inside has read the number in a tensor, as it may for a size."""
+
+    found = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as of ``ops.answer.DrawDetector``
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found = self.found or func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def shape_is_read(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Returns True for functions of regular tensors that read the shape of the result in them. Does
+    not ask torch (``ops.answer.is_dynamic``), which would import its compiler."""
+    name, count = getattr(func, "__name__", "").strip("_"), len(args) + len(kwargs)
+    if name == "getitem":
+        return any(t.dtype in _MASKS for t in collect(args[1:], []))
+    if name == "where":
+        return count == 1
+    if name == "one_hot":
+        return (args[1] if len(args) > 1 else kwargs.get("num_classes", -1)) == -1
+    if name in _SIZES_IN_SECOND:
+        sizes = len(collect((args, kwargs), [])) > 1 or count == 1
+        return sizes and kwargs.get("output_size") is None
+    return name.startswith(_SIZED_BY_DATA) and name != "nonzero_static"
+
+
+def reads_sizes(func: Any, tensors: Sequence[torch.Tensor]) -> NumberReads | None:
+    """Returns what detects whether ``func`` reads a number from one of ``tensors``, or None if it
+    reads none that decides on a shape."""
+    numbers = func not in _INDEXING and any(t.dim() == 0 for t in tensors)
+    return NumberReads() if numbers else None
 
 
 def body(func: Any) -> Callable[..., Any] | None:

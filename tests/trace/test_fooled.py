@@ -10,6 +10,7 @@ import types
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import disttensor as dt
@@ -386,3 +387,56 @@ def test_constants_that_are_equal_are_told_apart():
     for _ in range(3):
         assert bits(listed([x], by=2)) == bits(x * 2)
     assert listed.replays == 2
+
+
+def _numbers(*values):
+    return torch.tensor(values)
+
+
+FLAGS = _numbers(1, 0, 1, 0), _numbers(1, 1, 1, 0)
+COUNTS = torch.tensor(2), torch.tensor(3)
+# The shape of a regular tensor depends on data: what is computed, and two arguments.
+SHAPES = {
+    "nonzero": (lambda x, t: x / len(t.nonzero()[:, 0]), *FLAGS),
+    "a mask": (lambda x, t: x / t[t > 0].numel(), *FLAGS),
+    "where": (lambda x, t: x / torch.where(t > 0)[0].numel(), *FLAGS),
+    "rows": (lambda x, t: x[:, t.nonzero()[:, 0]], *FLAGS),
+    "unique": (lambda x, t: x / len(t.unique()), *FLAGS[:1], _numbers(1, 2, 3, 4)),
+    "bincount": (lambda x, t: x / torch.bincount(t).shape[0], *FLAGS[:1], _numbers(1, 2, 3, 4)),
+    "one_hot": (lambda x, t: x / F.one_hot(t).numel(), *FLAGS[:1], _numbers(1, 2, 3, 4)),
+    "repeat_interleave": (lambda x, t: x / torch.repeat_interleave(t).numel(), *FLAGS),
+    "tensor_split": (lambda x, t: x / len(torch.ones(6).tensor_split(t)[0]), *FLAGS),
+    "arange": (lambda x, t: x[:, torch.arange(t)], *COUNTS),
+    "arange of floats": (lambda x, t: x / len(torch.arange(0, t)), *(t + 0.5 for t in COUNTS)),
+    "ones": (lambda x, t: x / torch.ones(t).numel(), *COUNTS),
+    "a tuple of sizes": (lambda x, t: x / torch.zeros((1, t)).numel(), *COUNTS),
+    "expand": (lambda x, t: x / torch.ones(1).expand(t).numel(), *COUNTS),
+}  # fmt: skip
+SAME_SHAPES = {
+    "a number": lambda x, t: x * (t.sum() + torch.exp(t[0].float())),
+    "an index": lambda x, t: x[:, t.sum()] * torch.arange(6)[t[0]],
+    "where of three": lambda x, t: x * torch.where(t > 0, t, 2).sum(),
+    "classes": lambda x, t: x * F.one_hot(t, 5).sum(),
+    "repeated": lambda x, t: x * t.repeat_interleave(2).cos().sum(),
+}
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_of_regular_tensors_that_depend_on_data_are_not_recorded(name):
+    f, first, second = SHAPES[name]
+    (x,) = fed(mesh_of(1), 5, 6)()
+    fast = dt.replay(f)
+    for t in (first, first, second):
+        assert bits(fast(x, t)) == bits(f(x, t))
+    assert fast.replays == 0 and "depend on data" in fast.why()[0]
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("name", SAME_SHAPES)
+def test_data_of_regular_tensors_that_decide_on_no_shape_are_recorded(name):
+    (x,) = fed(mesh_of(1), 5, 6)()
+    fast = dt.replay(SAME_SHAPES[name])
+    for t in (FLAGS[0], FLAGS[0], FLAGS[1]):
+        assert bits(fast(x, t)) == bits(SAME_SHAPES[name](x, t))
+    assert fast.replays == 2
