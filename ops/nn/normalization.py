@@ -163,7 +163,7 @@ def _batch_norm(call: LocalCall, gone: tuple[int, ...], axes: Axes) -> Any:
         x = widened(input)
         if not n:  # the statistics do not change
             running_mean = running_var = None
-        var, mean, rest = moments(call, x, gone, axes, n, 0)
+        var, mean, rest, _ = moments(call, x, gone, axes, n, 0)
         along = mean.shape
         if running_mean is not None:
             center = (mean.detach() + rest).view(-1)

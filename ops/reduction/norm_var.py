@@ -15,7 +15,7 @@ from ops.dims import fronts, without
 from ops.dtypes import root, widened
 from ops.empty_pieces import is_empty, zeros_if_empty
 from ops.factors import Arg, Factors, NoRule, pointwise_factors
-from ops.local import LocalCall
+from ops.local import LocalCall, LocalShardInfo
 from ops.reduction.max_min import best_of
 from ops.reduction.sum import inner, reduced_dims, reduction, sizes_of, split_axes
 from ops.registry import rule
@@ -164,22 +164,33 @@ class _Moments(torch.autograd.Function):
         return grad, *[None] * 9
 
 
+def _last(piece: LocalShardInfo, x: Tensor, gone: tuple[int, ...]) -> Tensor:
+    """Returns a view of the last element of each slice; of no element on ranks that lack it."""
+    for d in gone:
+        end = piece.local_box.offset[d] + piece.local_shape[d]
+        x = x.narrow(d, max(x.shape[d] - 1, 0), min(x.shape[d], int(end == piece.shape[d])))
+    return x
+
+
 def moments(
     call: LocalCall, x: Tensor, gone: tuple[int, ...], axes: Axes, n: int, correction: float,
     whole: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns (variance, mean, rest) over all ranks, reduced dims kept, shared. ``n``: elements in
-    all; ``rest``: what the rounding of the mean has lost, without a gradient."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Returns (variance, mean, rest, early) over all ranks, reduced dims kept, shared. ``n``:
+    elements in all; ``rest``: what the rounding of the mean has lost, without a gradient;
+    ``early``: mask of the slices in which an element before the last is not finite."""
     data, reduce, dof = x.detach(), call.collectives.all_reduce, n - correction
     mean = reduce(data.sum(gone, True), "sum", axes) / n
     far = data - mean
-    sums = torch.stack([far.square().sum(gone, True), far.sum(gone, True)])
-    squares, rest = reduce(sums, "sum", axes).unbind(0)
+    squares = far.square().sum(gone, True)
+    _last(call.inputs[0], far, gone).nan_to_num_(0.0, 0.0, 0.0)
+    squares, rest = reduce(torch.stack([squares, far.sum(gone, True)]), "sum", axes).unbind(0)
+    early = rest.isnan()  # an infinite element minus the mean
     rest = (rest / n).masked_fill(squares.isfinite().logical_not(), 0)
     var = (squares - rest.square() * n) / max(dof, 0)
     if x.requires_grad:
         var, mean = _Moments.apply(x, var, mean, rest, call, gone, axes, n, dof, whole)
-    return var, mean, rest
+    return var, mean, rest, early
 
 
 def _options(dim: Any, unbiased: Any, correction: Any) -> tuple[Any, float]:
@@ -211,8 +222,8 @@ def _moment(func: Any, rooted: bool, with_mean: bool) -> None:
             shape = call.outputs[0].local_shape
 
             def moment(x: Tensor, *_: Any, **__: Any) -> Any:
-                var, mean, rest = moments(call, x.double(), gone, axes, n, less, dim is None)
-                mean = (mean + rest).masked_fill(var.isnan(), torch.nan)  # of infinity
+                var, mean, rest, early = moments(call, x.double(), gone, axes, n, less, dim is None)
+                mean = mean + rest.masked_fill(early, torch.nan)  # as torch's running mean
                 first = (root(var) if rooted else var).reshape(shape).to(x.dtype)
                 return (first, mean.reshape(shape).to(x.dtype)) if with_mean else first
 

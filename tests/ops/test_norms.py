@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from disttensor.core.placement import Replicate, Shard
 from ops import Arg, infer
 from ops.infer import decide
-from tests.support.simulate import check_rule
+from tests.support.simulate import check_rule, simulate
 
 S0, S1, R = Shard(0), Shard(1), Replicate()
+NAN, INF = math.nan, math.inf
 
 X = torch.randn(5, 6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
 TIES = torch.randint(-1, 2, (5, 6, 3), generator=torch.Generator().manual_seed(3)).double()
@@ -43,6 +44,23 @@ def check(*args: Any, **kwargs: Any) -> None:
 )
 def test_var_over_split_dims(func: Any, args: Any, kwargs: Any) -> None:
     check(func, X, *args, **kwargs)
+
+
+ROWS = [1.5], [INF], [2, 2, INF], [INF, 2, 2], [2, -INF, INF], [2, NAN, 2], [1.5, 2, 4, 8, 9]
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"dim": 0}, {"dim": 0, "correction": 5}, {"correction": 5}])
+@pytest.mark.parametrize("func", [torch.var_mean, torch.std_mean])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_mean_beside_a_variance_that_is_not_finite(func: Any, kwargs: Any) -> None:
+    """Also of one row on two ranks: one of them has no row."""
+    for row in ROWS:
+        x = torch.tensor(row, dtype=torch.float64)[:, None].expand(-1, 2).contiguous()
+        mean = func(x, **kwargs)[1]
+        for at in (R, S0, S1):
+            got = simulate(func, x, layouts=[[at]], mesh_shape=(2,), **kwargs)
+            assert got is not None
+            torch.testing.assert_close(got.full[1], mean, equal_nan=True)
 
 
 def test_var_far_from_zero_and_of_equal_elements() -> None:
