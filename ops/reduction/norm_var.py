@@ -146,12 +146,16 @@ class _Moments(torch.autograd.Function):
     ) -> Any:  # fmt: skip
         ctx.save_for_backward(x, mean, rest)
         ctx.with_ = call.collectives, gone, axes, n, dof, whole
+        ctx.set_materialize_grads(False)
         return var.clone(), mean.clone()
 
     @staticmethod
-    def backward(ctx: Any, of_var: Tensor, of_mean: Tensor) -> Any:
+    def backward(ctx: Any, of_var: Tensor | None, of_mean: Tensor | None) -> Any:
         x, mean, rest = ctx.saved_tensors
         collectives, gone, axes, n, dof, whole = ctx.with_
+        grad = None if of_mean is None else collectives.pvary(of_mean / n, axes).expand_as(x)
+        if of_var is None:  # 0 * inf would be NaN
+            return grad, *[None] * 9
         if torch.is_grad_enabled():  # the gradient will be differentiated
             mean = collectives.psum(x.sum(gone, True), axes) / n
             rest = torch.zeros_like(rest)
@@ -160,8 +164,8 @@ class _Moments(torch.autograd.Function):
             far = torch.where(x == collectives.pvary(mean, axes) + rest, torch.nan, torch.inf)
         else:
             far = far * (2 / dof if dof else torch.inf)
-        grad = collectives.pvary(of_var, axes) * far + collectives.pvary(of_mean / n, axes)
-        return grad, *[None] * 9
+        far = collectives.pvary(of_var, axes) * far
+        return far if grad is None else far + grad, *[None] * 9
 
 
 def _last(piece: LocalShardInfo, x: Tensor, gone: tuple[int, ...]) -> Tensor:

@@ -53,14 +53,20 @@ ROWS = [1.5], [INF], [2, 2, INF], [INF, 2, 2], [2, -INF, INF], [2, NAN, 2], [1.5
 @pytest.mark.parametrize("func", [torch.var_mean, torch.std_mean])
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_the_mean_beside_a_variance_that_is_not_finite(func: Any, kwargs: Any) -> None:
-    """Also of one row on two ranks: one of them has no row."""
+    """Its value and its gradient alone; also of one row on two ranks: one of them has no row."""
     for row in ROWS:
         x = torch.tensor(row, dtype=torch.float64)[:, None].expand(-1, 2).contiguous()
-        mean = func(x, **kwargs)[1]
+        leaf = x.clone().requires_grad_()
+        mean = func(leaf, **kwargs)[1]
+        (grad,) = torch.autograd.grad(mean.sum(), leaf)
         for at in (R, S0, S1):
-            got = simulate(func, x, layouts=[[at]], mesh_shape=(2,), **kwargs)
+            got = simulate(
+                func, x, layouts=[[at]], mesh_shape=(2,), grad=True,
+                cotangents=[None, torch.ones_like(mean)], **kwargs,
+            )  # fmt: skip
             assert got is not None
-            torch.testing.assert_close(got.full[1], mean, equal_nan=True)
+            torch.testing.assert_close(got.full[1], mean.detach(), equal_nan=True)
+            torch.testing.assert_close(got.gradients[0], grad)
 
 
 def test_var_far_from_zero_and_of_equal_elements() -> None:
