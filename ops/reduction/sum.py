@@ -12,6 +12,7 @@ from functools import partial, update_wrapper
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from disttensor.core.layout import Axes
@@ -143,23 +144,54 @@ def histc(input: Arg, bins: int = 100, min: Any = 0, max: Any = 0) -> Factors:
     return reduction(input, None, False, "sum").replace(outputs=((None,),), shapes=((bins,),))
 
 
+def _parts(
+    call: LocalCall, x: Tensor, gone: tuple[int, ...], axes: Axes, dtype: Any = None
+) -> Tensor:
+    """Returns the products of all ranks, reduced dims kept, shared."""
+    for d in gone:
+        x = x.prod(d, keepdim=True, dtype=dtype)
+    return call.collectives.all_gather(x, axes)
+
+
+def _others(x: Tensor, gone: tuple[int, ...]) -> Tensor:
+    """Returns for each element the product of the others of its slice. The slice may be empty."""
+    out = torch.ones_like(x)
+    for d in gone:
+        for reverse in (False, True):
+            first = F.pad(x.flip(d) if reverse else x, (0, 0) * (x.ndim - 1 - d) + (1, 0), value=1)
+            before = first.cumprod(d).narrow(d, 0, x.shape[d])
+            out = out * (before.flip(d) if reverse else before)
+        x = x.prod(d, keepdim=True)
+    return out
+
+
 class _Product(torch.autograd.Function):
-    """``value``, the product over all ranks, as a function of x without zeros."""
+    """The product of ``parts`` of all ranks as a function of x. ``zeros``: how many are in each
+    slice; ``whole``: all dims are reduced."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, value: Tensor, call: LocalCall, axes: Axes) -> Tensor:
-        ctx.save_for_backward(x, value)
-        ctx.with_ = call, axes
-        return value.clone()
+    def forward(
+        ctx: Any, x: Tensor, parts: Tensor, zeros: Tensor, call: LocalCall, gone: tuple[int, ...],
+        axes: Axes, whole: bool,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(x, parts, zeros)
+        ctx.with_ = call, gone, axes, whole
+        return parts.prod(0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        x, value = ctx.saved_tensors
+        x, parts, zeros = ctx.saved_tensors
+        call, gone, axes, whole = ctx.with_
         if torch.is_grad_enabled():  # the gradient will be differentiated
-            value = _Product.apply(x, value, *ctx.with_)
-        call, axes = ctx.with_
-        others = call.collectives.pvary(value, axes) / x
-        return call.collectives.pvary(grad, axes) * others.conj(), None, None, None
+            parts = _parts(call, x, gone, axes)
+        parts, me, found = call.collectives.pvary(parts, axes), call.member(axes), zeros > 0
+        others = torch.where(
+            found,
+            _others(x, gone) * torch.cat([parts[:me], parts[me + 1 :]]).prod(0),
+            parts.prod(0).masked_fill(found, 1) / x.masked_fill(found, 1),
+        )
+        grad = call.collectives.pvary(grad, axes) * others.conj()
+        return grad.masked_fill(zeros > 1, 0) if whole else grad, *[None] * 6
 
 
 @rule(torch.prod)
@@ -169,17 +201,13 @@ def prod(input: Arg, dim: Any = None, keepdim: bool = False, *, dtype: Any = Non
     gone = reduced_dims(input, dim)
 
     def reduce(call: LocalCall, axes: Axes, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        def over_ranks(x: Tensor) -> Tensor:
-            for d in gone:
-                x = x.prod(d, keepdim=True, dtype=dtype)
-            return call.collectives.all_gather(x, axes).prod(0, dtype=x.dtype)
-
         x = x if dtype is None else x.to(dtype)
-        out = over_ranks(x.detach())
+        parts = _parts(call, x.detach(), gone, axes, dtype)
         if x.requires_grad:
-            zeros = call.collectives.all_reduce((x == 0).sum(gone, True), "max", axes) > 0
-            found = _Product.apply(x.masked_fill(zeros, 1), out.masked_fill(zeros, 1), call, axes)
-            out = torch.where(zeros, over_ranks(x.masked_fill(~zeros, 1)), found)
+            zeros = call.collectives.all_reduce((x == 0).sum(gone, True), "sum", axes)
+            out = _Product.apply(x, parts, zeros, call, gone, axes, dim is None)
+        else:
+            out = parts.prod(0, dtype=parts.dtype)
         return out.reshape(call.outputs[0].local_shape)
 
     return reduction(input, dim, keepdim, "inner", local=inner(gone, reduce))

@@ -13,6 +13,7 @@ from ops import Arg, NoRule, infer
 from tests.support.simulate import check_rule
 
 S0, S1, R, P = Shard(0), Shard(1), Replicate(), Partial()
+NAN, INF = math.nan, math.inf
 DIMS: list[Any] = [None, 0, -1, (0, 2), (0, 1, 2), ()]
 
 
@@ -51,6 +52,19 @@ def test_nan_counts_as_in_torch(func: Any, dim: Any) -> None:
 @pytest.mark.parametrize("x", [X, WITH_ZEROS], ids=["plain", "zeros"])
 def test_prod_matches_plain(x: torch.Tensor, args: Any) -> None:
     check(torch.prod, x, *args)
+
+
+ROWS = [0], [5], [0, 2, 3], [0, 2, 0], [0, 0, 2, NAN, 3], [0, INF, 2, 3, 1], [2, INF, 4, 0, 8]
+
+
+@pytest.mark.parametrize("args", [(), (0,)])
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_the_gradient_of_prod_at_zeros_beside_infinity(row: Any, args: Any) -> None:
+    """Also of one row on two ranks: one of them has no row."""
+    x = torch.tensor(row, dtype=torch.float64)
+    for of in (x, x[:, None].expand(-1, 2).contiguous()):
+        for at in (R, S0):
+            assert check_rule(torch.prod, of, *args, layouts=[[at]], mesh_shape=(2,))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.bool, torch.uint8])
