@@ -8,7 +8,8 @@ tensors in attributes of other objects (``find_tensors``, ``replace_tensors``).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from types import FunctionType, MethodType, ModuleType
@@ -22,6 +23,7 @@ CONSTANTS = frozenset({
     int, str, bool, float, complex, type(None), type(...), torch.dtype, torch.device, torch.layout,
     torch.memory_format, torch.Size,
 })  # fmt: skip
+DICTS = Counter, OrderedDict, defaultdict
 Path = tuple[Any, ...]  # the keys and numbers that lead to a part of a structure
 
 
@@ -72,17 +74,22 @@ def key_of_contents(value: Any, key_of_tensor: Callable[[Any], Any], tensor: Any
     raise Uncacheable(f"an argument is a {kind.__name__}")
 
 
-def map_paths(value: Any, leaf: Callable[[Any, Path], Any], path: Path = ()) -> Any:
-    """Returns the same structure, with mappings as dicts, and ``leaf(x, path)`` for each x that is
-    not a container."""
+def map_paths(
+    value: Any, leaf: Callable[[Any, Path], Any], path: Path = (), dicts: Sequence[type] = DICTS
+) -> Any:
+    """Returns the same structure with ``leaf(x, path)`` for each x that is not a container. A
+    mapping becomes a dict, unless its class is in ``dicts`` and another process can have it."""
     if isinstance(value, Mapping):
-        return {k: map_paths(v, leaf, (*path, k)) for k, v in value.items()}
+        items = {k: map_paths(v, leaf, (*path, k), dicts) for k, v in value.items()}
+        factory = getattr(value, "default_factory", None)
+        is_known = getattr(factory, "__module__", "builtins") == "builtins"
+        return refill(value, items) if is_known and type(value) in dicts else items
     if isinstance(value, (list, tuple)):
-        return rebuild(value, [map_paths(v, leaf, (*path, i)) for i, v in enumerate(value)])
+        return rebuild(value, [map_paths(v, leaf, (*path, i), dicts) for i, v in enumerate(value)])
     return leaf(value, path)
 
 
-def refill(like: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
+def refill(like: Any, items: dict[Any, Any]) -> dict[Any, Any]:
     """Returns a dict of the class of ``like`` with these items."""
     if type(like) is dict:
         return items

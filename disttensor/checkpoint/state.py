@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from itertools import islice, zip_longest
@@ -22,7 +23,7 @@ from disttensor.api.create import empty
 from disttensor.api.shard import shard_tensor
 from disttensor.nn.names import close_to
 from disttensor.optim.owners import like_state
-from disttensor.pytree import Path, map_paths
+from disttensor.pytree import Path, map_paths, rebuild, refill
 from disttensor.tensor.checkpointable import spec_of_boxes
 from disttensor.tensor.dist_tensor import DistTensor
 from disttensor.tensor.reshard import resharded
@@ -31,6 +32,7 @@ from disttensor.torch_private import outside_modes
 Tensor = torch.Tensor
 Tensors = dict[str, Tensor]
 Target = Callable[[Path, Tensor], Any]  # (path, saved tensor) -> its replacement
+_DICTS = Counter, OrderedDict  # the classes of dicts that weights_only reads
 _SMALL = 64  # elements of a regular tensor that stays in the tree
 
 
@@ -134,7 +136,7 @@ def _split(value: Any, name: str, tensors: Tensors, small: int = _SMALL) -> Any:
         tensors[full_name] = x.detach()
         return _meta(x.shape, x.dtype)
 
-    return map_paths(value, leaf)
+    return map_paths(value, leaf, dicts=_DICTS)
 
 
 def _joined(name: str, path: Path, seen: set[str]) -> str:
@@ -171,6 +173,17 @@ def _fill(value: Any, name: str, tensors: Tensors, target: Target) -> Any:
     return map_paths(value, leaf)
 
 
+def _with_defaults(value: Any, now: Any) -> Any:
+    """Returns ``value`` with a defaultdict where ``now`` has one: files have dicts for them."""
+    if isinstance(value, dict):
+        items = {k: _with_defaults(v, _part(now, (k,))) for k, v in value.items()}
+        is_default = type(now) is defaultdict
+        return defaultdict(now.default_factory, items) if is_default else refill(value, items)
+    if isinstance(value, (list, tuple)):
+        return rebuild(value, [_with_defaults(v, _part(now, (i,))) for i, v in enumerate(value)])
+    return value
+
+
 def _plain(path: Path, saved: Tensor) -> Tensor:
     return torch.empty(saved.shape, dtype=saved.dtype) if saved.is_meta else saved
 
@@ -178,6 +191,8 @@ def _plain(path: Path, saved: Tensor) -> Tensor:
 def _part(value: Any, path: Path) -> Any:
     """Returns the part of a structure at a path; None if there is none."""
     for key in path:
+        if isinstance(value, Mapping) and key not in value:
+            return None  # and a defaultdict gets no entry
         try:
             value = value[key]
         except (KeyError, IndexError, TypeError):
@@ -237,7 +252,8 @@ def restore(
     if kind == "optimizer":
         return _restore_optimizer(key, x, saved, names, tensors)
     if kind == "object":
-        state = _fill(saved["state"], key, tensors, _like(x.state_dict()))
+        now = x.state_dict()
+        state = _with_defaults(_fill(saved["state"], key, tensors, _like(now)), now)
         return lambda: x.load_state_dict(state)
     value = saved["state"]
     if isinstance(x, Tensor):
@@ -248,7 +264,7 @@ def restore(
         return x.detach
     reads: dict[int, tuple[Tensor, Tensor | None]] = {}
     value = _fill(value, key, tensors, _in_place(x, reads))
-    if type(x) is not type(value):
+    if not isinstance(value, dict if isinstance(x, dict) else list):
         raise ValueError(
             f"{key} is a {type(x).__name__}, and was saved as a {type(value).__name__}"
         )
@@ -307,7 +323,8 @@ def _restore_model(key: str, model: nn.Module, saved: Any, tensors: Tensors) -> 
     first = {id(value): name for name, value in reversed(now.items())}
     for name, value in now.items():
         if not isinstance(value, Tensor):  # extra state, which may hold tensors
-            now[name] = _fill(there[name], f"{key}.{name}", tensors, _like(value))
+            filled = _fill(there[name], f"{key}.{name}", tensors, _like(value))
+            now[name] = _with_defaults(filled, value)
             continue
         _check_tensor(f"{key}.{name}", value, there[name])
         source, own = saved["tied"].get(name, name), first[id(value)]

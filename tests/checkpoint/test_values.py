@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 import shutil
+from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import lr_scheduler
 
 import disttensor as dt
 from disttensor import Replicate, Shard
@@ -81,6 +83,60 @@ def test_dicts_and_lists_are_filled_where_they_are(tmp_path):
     checkpoints.load(state=other)
     assert other["ema"]["w"].placements == (S1,) and "more" not in other
     assert numbers(other) == numbers(state(2.0))
+
+
+class Statistics:
+    """Has dicts of several classes; ``words`` gets a list for each new word."""
+
+    def __init__(self, *words: str) -> None:
+        self.seen, self.words = Counter(words), defaultdict(list, {w: [big(1)] for w in words})
+        self.order = OrderedDict(dict.fromkeys(words, 1))
+        self.order.version = 2  # type: ignore[attr-defined]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"all": [self.seen, self.words, self.order]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen, self.words, self.order = state["all"]
+
+
+def scheduled(steps: int) -> tuple[dict[str, Any], list[float]]:
+    """Returns a schedule with a Counter in its state, and the learning rates of the steps."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    parts: list[Any] = [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)]
+    parts.append(lr_scheduler.MultiStepLR(optimizer, [1, 3]))
+    schedule = lr_scheduler.SequentialLR(optimizer, parts, [3])
+    return {"schedule": schedule}, stepped(schedule, steps)
+
+
+def stepped(schedule: Any, steps: int) -> list[float]:
+    rates = []
+    for _ in range(steps):
+        schedule.optimizer.step()
+        schedule.step()
+        rates += schedule.get_last_lr()
+    return rates
+
+
+def test_dicts_keep_their_classes(tmp_path: Path) -> None:
+    checkpoints = dt.Checkpointer(tmp_path)
+    run, _ = scheduled(2)
+    counts = OrderedDict(a=Counter("aab"))
+    checkpoints.save(1, **run, statistics=Statistics("a", "b", "a"), counts=counts)
+    again, _ = scheduled(0)
+    other, new = Statistics("c"), OrderedDict(b=1)
+    words = other.words
+    checkpoints.load(**again, statistics=other, counts=new)
+    for rate in again["schedule"].optimizer.param_groups:
+        rate["lr"] = run["schedule"].get_last_lr()[0]
+    assert stepped(again["schedule"], 6) == scheduled(8)[1][2:]
+    assert type(other.seen) is Counter and other.seen == Counter("aab")
+    assert type(other.order) is OrderedDict and other.order.version == 2  # type: ignore[attr-defined]
+    assert other.words["new"] == [] and numbers(other.words["a"]) == [1]
+    assert [*words] == ["c"]  # a load asks it for no other word
+    assert new == counts and type(new["a"]) is Counter
+    checkpoints.load(counts=(plain := {"a": 1}))  # into a dict of another class
+    assert plain == counts
 
 
 class Averaged(torch.optim.SGD):

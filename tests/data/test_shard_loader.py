@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
+from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
@@ -298,6 +298,21 @@ def test_ranks_without_a_sample_and_values_that_equal_no_other():
     places = {"x": [S0], "any": highest, "all": least, "few": highest}
     for got, want in zip(dt.shard_loader(plain, mesh, places), plain, strict=True):
         same(list(got.values()), list(want.values()))
+
+
+@on_ranks(2)
+def test_batches_keep_the_classes_of_dicts():
+    mesh = ProcessMesh([0, 1], ("dp",))
+    makers: list[Any] = [
+        (OrderedDict, OrderedDict), (lambda x: defaultdict(int, x), defaultdict),
+        (lambda x: defaultdict(lambda: 0, x), dict),  # other ranks cannot have this function
+    ]  # fmt: skip
+    for make, kind in makers:
+        plain = DataLoader([0, 1, 2], 2, collate_fn=lambda s, f=make: f({"x": torch.tensor(s)}))
+        for got, want in zip(dt.shard_loader(plain, mesh, [S0]), plain, strict=True):
+            assert type(got) is kind  # rank 1 has no sample of the last batch
+            equal(got["x"], want["x"])
+            assert kind is not defaultdict or got["other"] == 0
 
 
 @on_ranks(2)
