@@ -24,7 +24,7 @@ from tests.test_imports import FILES
 #                threads (root, +10); what ranks post is typed (comm, hangs: +48)
 #   checkpoint   containers are filled in place, names in files are checked, models replaced at
 #                once; plans without collectives, in an own format (+430); object stores (+163);
-#                dicts keep their classes (+17; root: +8)
+#                dicts keep their classes (+17; root: +8); extra state of other sizes (+10)
 #   data         the position of a loader is one value with a digest; replicas are compared; ranks
 #                without workers draw as those with (+18); threads may load (+17)
 #   dispatch     statistics that a normalization writes are targets of a write (+30; off_mesh: +5);
@@ -70,7 +70,7 @@ from tests.test_imports import FILES
 LINES = {
     "api": 1_088,
     "autograd": 1_407,
-    "checkpoint": 2_416,
+    "checkpoint": 2_426,
     "comm": 3_885,
     "core": 1_252,
     "data": 792,

@@ -15,6 +15,7 @@ from functools import lru_cache
 from itertools import islice, zip_longest
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -122,6 +123,8 @@ def _split(value: Any, name: str, tensors: Tensors, small: int = _SMALL) -> Any:
     seen: set[str] = set()
 
     def leaf(x: Any, path: Path) -> Any:
+        if isinstance(x, np.generic):  # as the learning rate of a schedule that calls NumPy
+            return x.item()
         if not isinstance(x, Tensor):
             # the program may change the value while a thread writes it
             return copy.copy(x) if isinstance(x, (set, bytearray)) else x
@@ -322,7 +325,8 @@ def _restore_model(key: str, model: nn.Module, saved: Any, tensors: Tensors) -> 
     _check_names(key, "model", now, there)
     first = {id(value): name for name, value in reversed(now.items())}
     for name, value in now.items():
-        if not isinstance(value, Tensor):  # extra state, which may hold tensors
+        is_free = name.split(".")[-1] == "_extra_state" and name not in saved["tied"]
+        if not isinstance(value, Tensor) or (is_free and not _fits(value, there[name])):
             filled = _fill(there[name], f"{key}.{name}", tensors, _like(value))
             now[name] = _with_defaults(filled, value)
             continue
@@ -439,8 +443,14 @@ def _check_tensor(name: str, here: Tensor, there: Any) -> None:
         raise ValueError(f"{name} is a tensor, and the checkpoint has a {type(there).__name__}")
     if here.is_meta:
         raise ValueError(f"{name} is on the meta device: give it memory before load")
-    if (here.shape, here.dtype) != (there.shape, there.dtype):
+    if not _fits(here, there):
         raise ValueError(
             f"{name} is {here.dtype} of shape {list(here.shape)}, and the checkpoint has "
             f"{there.dtype} of shape {list(there.shape)}"
         )
+
+
+def _fits(here: Any, there: Any) -> bool:
+    """Returns True for two tensors of one shape and dtype."""
+    both = isinstance(here, Tensor) and isinstance(there, Tensor)
+    return both and (here.shape, here.dtype) == (there.shape, there.dtype)

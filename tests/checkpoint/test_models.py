@@ -306,3 +306,23 @@ def test_tensors_in_the_extra_state_of_a_module(tmp_path):
     checkpoints.load(model=model)
     assert model.scale.tolist() == [7.0] * 3
     assert model.steps[0].tolist() == [14.0] * 3 and model.steps[1] == 5
+
+
+class WithHistory(nn.Module):
+    def __init__(self, *history: float) -> None:
+        super().__init__()
+        self.history = torch.tensor(history)
+
+    def get_extra_state(self) -> Any:
+        return self.history
+
+    def set_extra_state(self, state: Any) -> None:
+        self.history = state
+
+
+def test_extra_state_takes_the_size_that_was_saved(tmp_path: Any) -> None:
+    checkpoints = dt.Checkpointer(tmp_path)
+    checkpoints.save(1, model=nn.Sequential(WithHistory(1, 2, 3), WithHistory(4)))
+    model = nn.Sequential(WithHistory(0), WithHistory(0))
+    checkpoints.load(model=model)
+    assert [m.history.tolist() for m in model] == [[1, 2, 3], [4]]  # type: ignore[union-attr]

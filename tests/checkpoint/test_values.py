@@ -10,6 +10,7 @@ from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -137,6 +138,25 @@ def test_dicts_keep_their_classes(tmp_path: Path) -> None:
     assert new == counts and type(new["a"]) is Counter
     checkpoints.load(counts=(plain := {"a": 1}))  # into a dict of another class
     assert plain == counts
+
+
+def test_numbers_of_numpy_become_those_of_python(tmp_path: Path) -> None:
+    def make() -> Any:
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        rate = lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 * (1 + np.cos(step / 10)))
+        return {"model": model, "optimizer": optimizer, "rate": rate}
+
+    model = nn.Module()
+    model.weight = weight = nn.Parameter(torch.ones(1))
+    checkpoints, run = dt.Checkpointer(tmp_path), make()
+    stepped(run["rate"], 2)
+    assert isinstance(run["optimizer"].param_groups[0]["lr"], np.floating)
+    checkpoints.save(1, **run, kinds={"x": [np.int64(3), np.bool_(True), np.str_("a")]})
+    kinds: dict[str, Any] = {}
+    expected, again = stepped(run["rate"], 2), make()
+    checkpoints.load(**again, kinds=kinds)
+    assert stepped(again["rate"], 2) == expected
+    assert [(type(x), x) for x in kinds["x"]] == [(int, 3), (bool, True), (str, "a")]
 
 
 class Averaged(torch.optim.SGD):
