@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import types
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -14,6 +16,7 @@ from disttensor.pytree import CONSTANTS
 
 _NONE = object()
 _NONES = repeat(_NONE)
+KEPT = type(functools.lru_cache(len))  # a function whose results are kept
 CONTAINERS = (list, dict, set, frozenset, tuple, deque)
 
 
@@ -110,7 +113,16 @@ class NameGuard:
 def _elements(value: Any) -> list[Any]:
     if isinstance(value, (dict, types.MappingProxyType)):
         return [*value.keys(), *value.values()]
+    if type(value) is KEPT:  # its arguments and results, which have no order
+        held = [p for p in gc.get_referents(value) if not _holds_links(p)]
+        return sorted(held, key=id)
     return list(value)
+
+
+def _holds_links(part: Any) -> bool:
+    """Returns True for the table of a ``functools.lru_cache`` that links its results."""
+    links = part.values() if type(part) is dict else ()
+    return any(type(link).__name__ == "_lru_list_elem" for link in links)
 
 
 def _form(array: Any) -> Any:

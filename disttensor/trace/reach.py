@@ -30,7 +30,7 @@ from disttensor.tensor.user_facts import user_attributes
 from disttensor.trace.code_watch import UNSEEN, Names, is_known, names_in
 from disttensor.trace.instance_forward import InstanceForward
 from disttensor.trace.module_guard import ModuleGuard, has_hooks
-from disttensor.trace.name_guard import CONTAINERS, NameGuard
+from disttensor.trace.name_guard import CONTAINERS, KEPT, NameGuard
 
 Tensor = torch.Tensor
 Code = Mapping[types.CodeType, dict[str, Any]]
@@ -54,7 +54,6 @@ _PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {
     staticmethod: lambda v: (v.__func__,),
     classmethod: lambda v: (v.__func__,),
     property: lambda v: (v.fget,),
-    type(functools.lru_cache(is_known)): lambda v: (v.__wrapped__,),
     functools.cached_property: lambda v: (v.func,),
 } | dict.fromkeys((
     bytes, range, slice, types.CodeType, re.Pattern, np.dtype, np.ufunc, object, np.bool_,
@@ -147,6 +146,9 @@ class Reach:
                 self._class(value)
             elif kind is types.FunctionType:
                 self._function(value)
+            elif kind is KEPT:
+                known = is_known(getattr(value, "__module__", None) or "")
+                self._add([value.__wrapped__] if known else self.values.elements(value))
             elif kind in _PARTS:
                 self._add(_PARTS[kind](value))
             else:

@@ -118,6 +118,15 @@ WAYS = {
     "a lambda in a dict": Way("w = 2\nd = {'f': lambda: w}", "d['f']()", "w = 3"),
     "single dispatch": Way("import functools\n@functools.singledispatch\ndef f(a): return 2\n"
                            "def g(a): return 3", "f(1)", "f.register(int, g)", recorded=_HIDDEN),
+    "a kept result": Way(
+        "import functools\nclass A: pass\n@functools.lru_cache\ndef f():\n    a = A(); a.v = 2\n"
+        "    return a\nf()", "f().v", "f().v = 3"),
+    "one of the kept results": Way(
+        "import functools\n@functools.cache\ndef f(k): return {k: 2}\nf('a'), f('b')",
+        "f('b')['b']", "f('b')['b'] = 3"),
+    "kept results that are dropped": Way(
+        "import functools\nclass A: v = 2\n@functools.lru_cache\ndef f(): return A()\nf()", "f().v",
+        "f.cache_clear(); f().v = 3"),
     "a list": Way("l = [2]", "l[0]", "l[0] = 3"),
     "a dict": Way("d = {'v': 2}", "d['v']", "d['v'] = 3"),
     "a nested container": Way("d = {'a': [(0, [2])]}", "d['a'][0][1][0]", "d['a'][0][1][0] = 3"),
