@@ -226,7 +226,11 @@ class Reach:
             self._class(type(kind))
         bases = kind.__mro__[:-1]
         users = [b for b in bases if not is_known(b.__module__)]
-        names = sorted({n for b in users for n in vars(b) if self._reads(n) and n not in _UNREAD})
+        table = {n: v for b in users for n, v in vars(b).items()}
+        read = {n for n, v in table.items() if self._reads(n) or _is_operator(n, v)}
+        names = sorted(read - _UNREAD)
+        if users:
+            self.values.slot(kind, "the bases", vars(type)["__mro__"])
         for b in users:
             if self._tried:
                 self.values.size(b.__qualname__, vars(b))
@@ -279,6 +283,7 @@ class Reach:
             return
         if kind not in CONTAINERS:
             self._class(kind)
+            self.values.slot(value, "the class", vars(object)["__class__"])
         if holds:
             self._add(self.values.elements(value))
         if isinstance(table, dict):
@@ -299,6 +304,10 @@ class Reach:
             if code.co_freevars and code not in found:
                 return f"it runs {code.co_qualname}, which no name that it reads leads to"
         return ""
+
+
+def _is_operator(name: str, value: Any) -> bool:
+    return name.startswith("__") and callable(value)
 
 
 _UNREAD = frozenset({"__doc__", "__module__", "__dict__", "__weakref__", "__slots__"})

@@ -61,6 +61,11 @@ WAYS = {
     "a slot": Way("class A:\n    __slots__ = ('v',)\na = A(); a.v = 2", "a.v", "a.v = 3"),
     "a slot of a base": Way("class B:\n    __slots__ = ('v',)\nclass A(B):\n    __slots__ = ()\n"
                             "a = A(); a.v = 2", "a.v", "a.v = 3"),
+    "the class of an object": Way(_OBJECT + "class B:\n    v = 3", "a.v", "a.__class__ = B"),
+    "the bases of a class": Way("class A: v = 2\nclass B: v = 3\nclass C(A): pass\nc = C()", "c.v",
+                                "C.__bases__ = (B,)"),
+    "an operator of a class": Way("class A:\n    def __neg__(self): return 2\na = A()", "-a",
+                                  "A.__neg__ = lambda self: 3"),
     "a property": Way("class A:\n    v = property(lambda self: self.w)\na = A(); a.w = 2", "a.v",
                       "a.w = 3"),
     "a cached property": Way("import functools\nw = 2\nclass A:\n    @functools.cached_property\n"
