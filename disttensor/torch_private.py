@@ -363,7 +363,7 @@ def flags_of_torch(device: str) -> tuple[Any, ...]:
     flags = [flag() for flag in _FLAGS]
     if device == "cuda":
         flags += [flag() for flag in _FLAGS_OF_CUDA]
-    return (*flags, *_order_of_sdp(), torch.get_num_threads())
+    return (*flags, *_order_of_sdp(), torch.get_num_threads(), torch.is_anomaly_enabled())
 
 
 torch_functions_are_seen: Callable[[], bool] = need(

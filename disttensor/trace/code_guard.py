@@ -47,7 +47,7 @@ class CodeGuard:
         known.ran |= watch.code
         if known.knows(watch.code) and (known.dynamic or not watch.dynamic):
             return self
-        new = CodeGuard(known.target, known.ran, known.dynamic or watch.dynamic)
+        new = CodeGuard(known.target, known.ran, known.computes or watch.dynamic)
         new.why = new.why or new.reach.not_found(watch.code)
         return new
 

@@ -35,7 +35,10 @@ _REFUSED = frozenset({"eval", "exec", "compile", "input", "open", "id", "_getfra
 _DYNAMIC = frozenset({"vars", "dir", "locals", "globals"})
 # Modules of Python's library that read attributes by names that they compute.
 _WALKERS = frozenset({"dataclasses", "copy", "json", "pickle", "pprint", "reprlib"})
-_ASKS = frozenset({"getattr", "hasattr"})
+_ASKS = frozenset({"getattr", "hasattr", "setattr", "delattr"})
+# Functions that may read or set attributes without being called by the code that names them.
+_BY_NAME = _ASKS | {"attrgetter", "methodcaller", "__setattr__", "__delattr__"}
+_STORES = frozenset({"STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL"})
 # Loggers, searches in modules and imports: the code that they run has no part in a result.
 _SILENT = frozenset({"logging", "warnings", "inspect", "importlib", "_frozen_importlib"})
 _BUILDS = frozenset({"format", "join", "replace", "strip", "split", "lower", "upper", "title"})
@@ -132,24 +135,31 @@ class Names(NamedTuple):
 
     tried       may be missing without an error: arguments of ``getattr`` and ``hasattr``, and
                 attributes in code that catches errors
+    stored      are assigned or deleted
     computes    the code may compute a string, and so the name of an attribute
+    dynamic     the code may read an attribute of a computed name
     """
 
     globals: frozenset[str]
     attributes: frozenset[str]
     imports: frozenset[tuple[int, str]]
     tried: frozenset[str]
+    stored: frozenset[str]
     computes: bool
+    dynamic: bool
 
 
 @lru_cache(maxsize=4096)
 def names_in(code: types.CodeType) -> Names:
     """Returns the names in code, and in the functions inside it."""
     read, attributes, imports, strings = set[str](), set[str](), set[tuple[int, str]](), set[str]()
+    stored = set[str]()
     level: Any = 0
     computes = not _BUILDS.isdisjoint(code.co_names)
     for i in dis.get_instructions(code):
-        if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+        if i.opname in _STORES:
+            stored.add(i.argval)
+        if i.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"):
             read.add(i.argval)
         elif i.opname == "IMPORT_NAME":
             imports.add((level, i.argval))
@@ -163,14 +173,22 @@ def names_in(code: types.CodeType) -> Names:
     for constant in _flat(code.co_consts):
         if isinstance(constant, types.CodeType):
             inner.append(names_in(constant))
-        elif isinstance(constant, str) and constant.isidentifier():
-            strings.add(constant)
-    tried = set(strings) if _ASKS & read else set()
+        elif isinstance(constant, str):
+            strings |= identifiers(constant)
+    by_name = not _BY_NAME.isdisjoint(read | attributes)
+    tried = set(strings) if by_name else set()
     tried |= attributes if code.co_exceptiontable else set()
-    own = frozenset(read), frozenset(attributes | strings), frozenset(imports), frozenset(tried)
-    *sets, _ = zip(Names(*own, computes), *inner, strict=True)
-    found: list[Any] = [frozenset().union(*same) for same in sets]
-    return Names(found[0], found[1], found[2], found[3], computes)
+    dynamic = (by_name and computes) or any(n.dynamic for n in inner)
+    own: list[Any] = [read, attributes | strings, imports, tried, stored]
+    *sets, _, _ = zip([*own, computes, dynamic], *inner, strict=True)
+    found = [frozenset[Any]().union(*same) for same in sets]
+    return Names._make([*found, computes, dynamic])
+
+
+def identifiers(text: str) -> set[str]:
+    """Returns the names in "a" or "a.b", which may be the path of an attribute."""
+    names = set(text.split("."))
+    return names if all(map(str.isidentifier, names)) else set()
 
 
 def _flat(constants: Iterable[Any]) -> Iterable[Any]:

@@ -9,6 +9,7 @@ of containers. A value of a class that is not known here is a reason not to reco
 from __future__ import annotations
 
 import array
+import builtins
 import functools
 import importlib.util
 import inspect
@@ -27,7 +28,7 @@ from torch import nn
 
 from disttensor.pytree import CONSTANTS
 from disttensor.tensor.user_facts import user_attributes
-from disttensor.trace.code_watch import UNSEEN, Names, is_known, names_in
+from disttensor.trace.code_watch import UNSEEN, Names, identifiers, is_known, names_in
 from disttensor.trace.instance_forward import InstanceForward
 from disttensor.trace.module_guard import ModuleGuard, has_hooks
 from disttensor.trace.name_guard import CONTAINERS, KEPT, NameGuard
@@ -38,6 +39,8 @@ Code = Mapping[types.CodeType, dict[str, Any]]
 _FIELD: Any = type(Names.globals)
 _GUESSES = 100  # functions that may run in the first call
 _MOST = 20_000  # values that are followed
+# Answers that change without a value that a guard can compare.
+_UNSEEN_NAMES = frozenset({"_version", "initial_seed", "import_module", "__import__"})
 _TABLES = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
 # Methods that code may call without naming them.
 _CALLED = frozenset({
@@ -71,6 +74,7 @@ class Reach:
     ran, code   the code that has run; before the first run, ``code`` also has the functions that
                 the target seems to call
     names       the names of attributes in the code; ``dynamic``: all attributes count
+    computes    the code that ran has computed names of attributes
     values      compares the values that are read, at their places
     trees       the guards of the modules; ``roots``: the modules that are not the target
     tensors     the tensors that are read, each once
@@ -79,6 +83,7 @@ class Reach:
 
     def __init__(self, target: Any, ran: Code, dynamic: bool) -> None:
         self.target, self.ran, self.dynamic = target, dict(ran), dynamic
+        self.computes = dynamic
         self._guesses = 0 if ran else _GUESSES
         self._find()
         if self.why and self._guesses:
@@ -95,10 +100,15 @@ class Reach:
         self.why = ""
         while size != (size := (len(self.code), len(self.names))) and not self.why:
             names = [names_in(code) for code in self.code]
-            self.names |= set().union(*(n.attributes for n in names))
-            self.dynamic = self.dynamic or "__dict__" in self.names
+            read = set[str]().union(*(n.attributes | n.globals for n in names))
+            self.names |= set[str]().union(*(n.attributes for n in names))
+            self.dynamic = self.computes or "__dict__" in self.names
+            self.dynamic = self.dynamic or any(n.dynamic for n in names)
             self._tried = set[str]().union(*(n.tried for n in names))
+            self._stored = set[str]().union(*(n.stored for n in names))
             self._walk([*self.code.items()], names)  # adds strings that may be names, and guesses
+            if unseen := _UNSEEN_NAMES & read:
+                self.why = self.why or f"it reads {min(unseen)}, which is not compared"
 
     def _walk(self, known: list[tuple[types.CodeType, dict[str, Any]]], names: list[Names]) -> None:
         self.trees: list[ModuleGuard] = []
@@ -114,6 +124,8 @@ class Reach:
             owner, wanted = table.get("__name__", code.co_filename), read.globals
             wanted |= self.names & table.keys() if self.dynamic else frozenset()
             self._add(self.values.table(owner, table, sorted(wanted)))
+            others = sorted(wanted - table.keys())
+            self._add(self.values.table("builtins", vars(builtins), others))
             for level, name in sorted(read.imports):
                 self._add(_imported(level, name, table))
             self._drain()
@@ -128,8 +140,7 @@ class Reach:
     def _visit(self, value: Any) -> None:
         kind = type(value)
         if kind is str:
-            if value.isidentifier():
-                self.names.add(value)
+            self.names |= identifiers(value)
         elif kind in CONSTANTS or id(value) in self._seen:
             return
         else:
@@ -187,9 +198,11 @@ class Reach:
         """Follows what is read of a module; of torch and of Python's library, functions may be
         replaced, and the rest is known."""
         name, table = module.__name__, vars(module)
+        if module is sys and "modules" in self.names:
+            self.why = "it reads sys.modules, which is not compared"
         read = sorted(n for n in self.names if n in table)
-        if not is_known(name):
-            read += sorted(n for n in self._tried if n not in table)
+        missing = self._stored if is_known(name) else self._stored | self._tried
+        read += sorted(missing - table.keys())
         found = self.values.table(name, table, read)
         if is_known(name):
             found = [v for v in found if isinstance(v, (types.ModuleType, types.FunctionType))]
@@ -203,8 +216,9 @@ class Reach:
     ) -> None:
         """Follows what is read of a table of attributes, or all. ``hidden``: names of the class
         that an attribute would hide."""
-        read = sorted(n for n in table if whole or self._reads(n)) + sorted(hidden)
-        if self._tried:
+        read = sorted(n for n in table if whole or self._reads(n))
+        read += sorted({*hidden, *self._stored} - table.keys())
+        if self._tried or self.dynamic:
             self.values.size(owner, table)
         self._follow(owner, table, read)
 
@@ -228,11 +242,11 @@ class Reach:
         users = [b for b in bases if not is_known(b.__module__)]
         table = {n: v for b in users for n, v in vars(b).items()}
         read = {n for n, v in table.items() if self._reads(n) or _is_operator(n, v)}
-        names = sorted(read - _UNREAD)
+        names = sorted((read | self._stored) - _UNREAD)
         if users:
             self.values.slot(kind, "the bases", vars(type)["__mro__"])
         for b in users:
-            if self._tried:
+            if self._tried or self.dynamic:
                 self.values.size(b.__qualname__, vars(b))
             self._follow(b.__qualname__, vars(b), names)
         for b in bases:
@@ -265,6 +279,9 @@ class Reach:
             return
         if isinstance(value, ContextVar):
             self._add([self.values.variable(value)])
+            return
+        if isinstance(value, np.ndarray) and value.dtype.hasobject:
+            self.why = "it reads an array of objects, whose changes cannot be seen"
             return
         if isinstance(value, (np.ndarray, array.array, bytearray)):
             self.values.content(value)

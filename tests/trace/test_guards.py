@@ -211,6 +211,41 @@ def test_what_a_function_reads_besides(way):
     assert all(map(torch.equal, found, wanted)) and f.replays == 3
 
 
+class Kept:
+    pass
+
+
+def _creates(kept):
+    def attribute(x):
+        kept.last = x.sum()
+        return x * 2
+
+    def by_name(x):
+        setattr(kept, "last", x.sum())  # noqa: B010
+        return x * 2
+
+    def in_a_global(x):
+        global LAST
+        LAST = x.sum()
+        return x * 2
+
+    return attribute, by_name, in_a_global
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("way", range(3))
+def test_what_the_first_call_creates_is_assigned_in_each_call(way):
+    (x,) = fed(mesh_of(1), 5, 6, grad=False)()
+    kept = Kept()
+    fast = dt.replay(_creates(kept)[way])
+    globals().pop("LAST", None)
+    for y in (x, x * 2, x * 3):
+        fast(y)
+        last = LAST if way == 2 else kept.last
+        assert last.item() == y.sum().item()
+    assert fast.replays == 0 and fast.why()[0].startswith("it changes what it reads: ")
+
+
 @on_ranks(1)
 @pytest.mark.parametrize("name", ["trace", "helpers"])
 def test_a_users_module_may_have_the_name_of_one_of_pythons(name, tmp_path, monkeypatch):

@@ -3,6 +3,7 @@ has the result of the calls, or there is none, or the audit finds it."""
 
 from __future__ import annotations
 
+import builtins
 import os
 import sys
 import textwrap
@@ -32,6 +33,7 @@ class Way(NamedTuple):
 
 _OBJECT = "class A:\n    v = 2\na = A()\n"
 _KEPT = "class A:\n    def __init__(self): self.v = 2\na = A()\n"
+_PATH = "class A: pass\na = A(); a.b = A(); a.b.v = 2\n"
 _HIDDEN = False
 
 WAYS = {
@@ -197,6 +199,23 @@ WAYS = {
                       "a.v = 3", recorded=_HIDDEN),
     "itemgetter": Way("import operator\nd = [2]\nf = operator.itemgetter(0)", "f(d)", "d[0] = 3",
                       recorded=_HIDDEN),
+    "attrgetter of a path": Way("import operator\n" + _PATH, "operator.attrgetter('b.v')(a)",
+                                "a.b.v = 3"),
+    "reduce of getattr": Way("import functools\n" + _PATH,
+                             "functools.reduce(getattr, 'b.v'.split('.'), a)", "a.b.v = 3"),
+    "sys.modules": Way("import sys\nv = 2", "sys.modules[__name__].v", "v = 3", recorded=_HIDDEN),
+    "import_module": Way("import importlib\nv = 2", "importlib.import_module(__name__).v", "v = 3",
+                         recorded=_HIDDEN),
+    "an array of objects": Way(_KEPT + "import numpy\nd = numpy.array([a], dtype=object)", "d[0].v",
+                               "a.v = 3", recorded=_HIDDEN),
+    "a name in builtins": Way("import builtins\nbuiltins.READ_INSIDE = 2", "READ_INSIDE",
+                              "builtins.READ_INSIDE = 3"),
+    "the anomaly mode": Way("import torch", "3 if torch.is_anomaly_enabled() else 2",
+                            "torch.autograd.set_detect_anomaly(True)"),
+    "the seed": Way("import torch\ntorch.manual_seed(2)", "torch.initial_seed()",
+                    "torch.manual_seed(3)", recorded=_HIDDEN),
+    "the version of a tensor": Way("import torch\nw = torch.ones(1).add_(1).add_(1)", "w._version",
+                                   "w.add_(1)", recorded=_HIDDEN),
     "a builtin that a global hides later": Way("", "len([1, 1])", "len = lambda l: 3"),
     "type(self)": Way("class A:\n    v = 2\n    def f(self): return type(self).v\na = A()", "a.f()",
                       "A.v = 3"),
@@ -254,6 +273,8 @@ def check(name: str, run: Any, plain: Any, module: types.ModuleType) -> None:
             assert run() == plain(3)
     finally:
         torch.is_complex = kept
+        torch.autograd.set_detect_anomaly(False)
+        vars(builtins).pop("READ_INSIDE", None)
         os.environ.pop("READ_INSIDE", None)
         sys.modules.pop("read_inside", None)
 
