@@ -141,26 +141,33 @@ class ShardedLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position: the number of samples of this epoch so far, a digest of their
-        indices, and the state of the order. Of several iterators it is the position of the one that
-        was used last and has not ended."""
+        indices, and the state of the order. It is the position of the iterator that has not ended,
+        also if a loop inside of its loop was left. Raises RuntimeError if the program holds two."""
         states = [generator.get_state() for generator in _generators(self.loader)]
-        at = self._position
+        held = [epoch.position for epoch in self._running.values()]
+        if len(held) > 1:
+            raise RuntimeError(
+                f"shard_loader: state_dict: {len(held)} iterators of this loader have not ended, "
+                f"after {', '.join(str(p.samples) for p in held)} samples, and one position is "
+                "saved: delete the iterators that the run does not continue (`del batches`), or "
+                "give another loop a loader of its own"
+            )
+        at = held[0] if held else self._position
         if not at.inside:
             at = LoaderPosition(generators=states, epochs=self._epochs, last=self._last)
         elif self._epochs > at.epochs + 1:
             at = replace(at, later=states)
-        size = len(self.loader.dataset) if hasattr(self.loader.dataset, "__len__") else -1
-        return {**asdict(at), "of": size}
+        return {**asdict(at), "of": self._size()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues after the samples of the state: on any mesh, with batches of any size. Raises
         ValueError for the state of other data; the next epoch raises it for another order."""
-        mine = self.state_dict()
-        if (state["of"], len(state["generators"])) != (mine["of"], len(mine["generators"])):
+        size, generators = self._size(), _generators(self.loader)
+        if (state["of"], len(state["generators"])) != (size, len(generators)):
             raise ValueError(
                 f"shard_loader: this state is a position among {state['of']} samples with "
-                f"{len(state['generators'])} generators, and the loader has {mine['of']} with "
-                f"{len(mine['generators'])}: give it the data that were saved"
+                f"{len(state['generators'])} generators, and the loader has {size} with "
+                f"{len(generators)}: give it the data that were saved"
             )
         known = {"inside": state["samples"] > 0, **state}  # earlier versions saved less
         known = {f.name: known[f.name] for f in fields(LoaderPosition) if f.name in known}
@@ -168,7 +175,10 @@ class ShardedLoader:
         self._epochs, self._last = at.epochs, at.last
         self._running.clear()
         if not at.inside:
-            _set_states(_generators(self.loader), at.generators)
+            _set_states(generators, at.generators)
+
+    def _size(self) -> int:
+        return len(self.loader.dataset) if hasattr(self.loader.dataset, "__len__") else -1
 
     def _new_order(self, begin: LoaderPosition) -> Order:
         """Returns the order of an epoch. Calls the sampler and draws as torch does in one process,
@@ -246,8 +256,7 @@ class _Epoch(Iterator[Any]):
         loader = self.loader
         loader._running.pop(self.position.epochs, None)
         loader._last = self.position.digest
-        still = loader._running.get(max(loader._running, default=-1))
-        loader._position = LoaderPosition() if still is None else still.position
+        loader._position = LoaderPosition()
 
 
 def _samplers(loader: Any) -> list[Any]:

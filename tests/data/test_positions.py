@@ -212,7 +212,7 @@ def test_two_iterators_of_one_loader_have_a_position_each():
 
 
 @on_ranks(2)
-def test_a_position_is_that_of_the_iterator_that_was_used_last():
+def test_a_position_is_that_of_the_iterator_that_has_not_ended():
     loader = made("a generator")
     assert loader.state_dict()["samples"] == 0 and not loader.state_dict()["inside"]
     for _ in loader:
@@ -220,8 +220,29 @@ def test_a_position_is_that_of_the_iterator_that_was_used_last():
     assert loader.state_dict()["samples"] == 4  # a loop that was left continues
     outer, inner = iter(loader), iter(loader)
     next(outer), next(outer), next(inner)
-    assert loader.state_dict()["samples"] == 4
+    with pytest.raises(RuntimeError, match=r"2 iterators of this loader .* after 6, 4 samples"):
+        loader.state_dict()
     given(inner)
     assert loader.state_dict()["samples"] == 6
     given(outer)
     assert loader.state_dict()["samples"] == 0 and loader.state_dict()["epochs"] == 3
+
+
+@on_ranks(2)
+def test_a_loop_that_was_left_inside_of_another_changes_no_position():
+    loader, seen, saved = made("torch's generator"), [], []
+    for batch in loader:
+        seen.append(batch.full_tensor().tolist())
+        if len(seen) == 2:
+            for _ in loader:
+                break
+            saved = [loader.state_dict(), torch.get_rng_state()]
+    later = given(loader)
+    again = made("torch's generator", 7)
+    again.load_state_dict(saved[0])
+    torch.set_rng_state(saved[1])
+    assert given(again) == seen[2:] and given(again) == later
+    for _ in range(2):  # loops that are left, one after another
+        for _ in again:
+            break
+    assert again.state_dict()["epochs"] == 3
