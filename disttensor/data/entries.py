@@ -8,6 +8,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from disttensor.checks import check_sequence
+from disttensor.comm.process_group import world
 from disttensor.core.layout import box_at, layout_of
 from disttensor.core.mesh import ProcessMesh, as_mesh
 from disttensor.core.placement import Partial, Placement, Replicate, Shard, as_placement
@@ -112,3 +113,15 @@ def rows_of(count: int, mesh: ProcessMesh, placements: Sequence[Placement]) -> t
     dims = layout_of(own, 1, mesh.ndim).dims
     box = box_at((count,), dims, mesh.shape, mesh.coordinate or ())
     return box.offset[0], box.offset[0] + box.shape[0]
+
+
+def first_part(places: Sequence[Places]) -> int:
+    """Returns where the piece of this rank begins, in parts of 2**20 of a batch: the same for ranks
+    that load the same samples, also of two meshes."""
+    return min((rows_of(2**20, *place)[0] for place in places), default=0)
+
+
+def loads_everything(mesh: ProcessMesh, placements: Sequence[Placement]) -> bool:
+    """Returns True if every rank of the world loads all samples of a batch."""
+    split = any(mesh.shape[axis] > 1 for axis in sample_axes(placements))
+    return not split and len(mesh.ranks) == world()[1]

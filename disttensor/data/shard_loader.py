@@ -9,6 +9,7 @@ An error of one rank is raised on all ranks.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any
@@ -27,7 +28,14 @@ from disttensor.data.batch import (
     exchange,
     replica_digests,
 )
-from disttensor.data.entries import Places, entries, is_first_replica, replica_axes
+from disttensor.data.entries import (
+    Places,
+    entries,
+    first_part,
+    is_first_replica,
+    loads_everything,
+    replica_axes,
+)
 from disttensor.data.order import BatchRows, LoaderPosition, Order, digest_of
 from disttensor.pytree import Path, map_paths
 
@@ -98,6 +106,9 @@ class ShardedLoader:
             if load_once and place[0].coordinate is not None and (axes := replica_axes(*place)):
                 place[0].group(axes, PURPOSE)
         self._running: WeakValueDictionary[int, _Epoch] = WeakValueDictionary()
+        everywhere = all(loads_everything(*place) for place in self.places.values())
+        self._draws_alike = everywhere and not load_once  # all ranks, with the same random numbers
+        self._piece, self._seed = first_part(self._orders.places), 0
         self._epochs, self._last = 0, ""  # epochs that have begun; digest of the last complete one
         self._position = LoaderPosition()
         self._resumed: LoaderPosition | None = None
@@ -125,6 +136,7 @@ class ShardedLoader:
                 _set_states(generators, begin.generators)
             epoch.position.generators = [generator.get_state() for generator in generators]
             epoch.order = self._orders.newest = self._new_order(begin)
+            epoch.seed = self._seed
             epoch.batches = iter(self._local)
             with contextlib.suppress(StopIteration):
                 epoch.order.start()  # the sampler draws the seed of the order, as in one process
@@ -187,7 +199,11 @@ class ShardedLoader:
         loader = self.loader
         order = Order(loader.batch_sampler, self._orders.places, begin)
         generator = loader.generator or torch.default_generator
-        self._local.generator = generator.clone_state()
+        self._local.generator = own = generator.clone_state()
+        seed = torch.empty((), dtype=torch.int64).random_(generator=own.clone_state())
+        self._seed = int(seed)
+        if self._piece:  # else the workers have the seed of one process
+            own.manual_seed((self._seed + self._piece) % 2**63)
         if begin.seeds_workers:
             torch.empty((), dtype=torch.int64).random_(generator=generator)
             if loader.num_workers:  # torch calls the sampler again
@@ -216,7 +232,7 @@ class _Epoch(Iterator[Any]):
 
     def __init__(self, loader: ShardedLoader, position: LoaderPosition) -> None:
         self.loader, self.position = loader, position
-        self.number, self.ended = 0, False
+        self.number, self.ended, self.seed = 0, False, 0
         self.error: Exception | None = None  # of the begin
 
     def __next__(self) -> Any:
@@ -234,7 +250,9 @@ class _Epoch(Iterator[Any]):
             form, digests = None, {}
             if rows.first < rows.stop:
                 make = BatchFormat(loader.places, tensors, rows.stop - rows.first)
-                form = map_paths(next(self.batches), make)
+                with self._random_numbers_of(rows):
+                    batch = next(self.batches)
+                form = map_paths(batch, make)
                 if not loader.load_once:
                     digests = replica_digests(loader.places, tensors, rows)
             return (rows.samples, rows.digest), form, digests
@@ -250,6 +268,23 @@ class _Epoch(Iterator[Any]):
             self._end()
             raise StopIteration
         return map_paths(form, Placed(loader.places, tensors, rows, loader.load_once))
+
+    @contextlib.contextmanager
+    def _random_numbers_of(self, rows: BatchRows) -> Iterator[None]:
+        """Seeds torch's generator by the first of these rows, without workers, and restores it: all
+        ranks draw alike after they have loaded different samples. A thread beside the program does
+        not: the program may draw meanwhile."""
+        loader, generator = self.loader, torch.default_generator
+        beside = threading.current_thread() is not threading.main_thread()
+        if loader._draws_alike or loader.num_workers or beside:
+            yield
+            return
+        before = generator.get_state()
+        generator.manual_seed((self.seed + self.position.samples + rows.first) % 2**63)
+        try:
+            yield
+        finally:
+            generator.set_state(before)
 
     def _end(self) -> None:
         self.ended, self.batches = True, iter(())  # ends the workers

@@ -149,3 +149,50 @@ def test_the_digest_finds_changed_moved_and_cut_values() -> None:
             assert fast_digest(x.flip(0)) != fast_digest(x) != fast_digest(x[:-1])
             assert fast_digest(x.roll(1)) != fast_digest(x)
     assert fast_digest(torch.tensor(True)) != fast_digest(torch.tensor(False))
+
+
+class Drawn(Dataset[Any]):
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, i: int) -> Any:
+        return torch.rand(2)
+
+
+def drawn(batches: Any) -> list[float]:
+    return [value for batch in batches for value in batch.full_tensor().flatten().tolist()]
+
+
+@on_ranks(4)
+def test_pieces_draw_other_numbers_and_replicas_the_same():
+    for workers, options in ((0, {}), (1, {}), (0, {"load_once": True})):
+        torch.manual_seed(7)
+        plain = DataLoader(Drawn(), 4, num_workers=workers)
+        loader = dt.shard_loader(plain, grid(), [S0, R], **options)
+        numbers = drawn(loader) + drawn(loader)  # the last batch has one sample
+        assert len(set(numbers)) == 20
+        after: list[Any] = [None] * 4
+        dist.all_gather_object(after, (numbers, torch.rand(2).tolist()))
+        assert after == after[:1] * 4, (workers, options)
+
+
+@on_ranks(2)
+def test_random_numbers_of_samples_after_a_resume_and_in_whole_batches():
+    mesh = ProcessMesh(range(2), ("x",))
+    torch.manual_seed(7)
+    loader = dt.shard_loader(DataLoader(Drawn(), 2), mesh, [S0])
+    batches = iter(loader)
+    next(batches)
+    state, at = loader.state_dict(), torch.get_rng_state()
+    torch.rand(3)  # as the model may
+    rest = drawn(batches)
+    loader = dt.shard_loader(DataLoader(Drawn(), 2), mesh, [S0])
+    loader.load_state_dict(state)
+    torch.set_rng_state(at)
+    assert drawn(loader) == rest
+    for workers in (0, 1):
+        plain = DataLoader(Drawn(), 2, num_workers=workers)
+        torch.manual_seed(7)
+        want = [x for batch in plain for x in batch.flatten().tolist()], torch.rand(1)
+        torch.manual_seed(7)
+        assert (drawn(dt.shard_loader(plain, mesh, [R])), torch.rand(1)) == want
