@@ -260,7 +260,7 @@ class GradAccumulator:
             now: Any = get_grad(self.sharded_param)
             shown.local, shown.spec = now.local, now.spec
             invalidate(shown)
-            remember_grad(self.sharded_param, shown, made=True)
+            remember_grad(self.sharded_param, shown)
 
     def pop_accumulated(self) -> bool:
         """Returns True if a gradient was accumulated since the last call."""

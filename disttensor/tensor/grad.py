@@ -107,7 +107,7 @@ def get_grad(x: T) -> T | None:
         waiting: T | None = slot.collector.waiting()
         if waiting is not None:
             if slot.grad is not waiting:
-                remember_grad(x, waiting, made=True)
+                remember_grad(x, waiting)
             return waiting
     uses = x._uses  # ``waiting`` may have moved the gradient to a leaf of x
     if uses is None or uses.aliases is None:
@@ -129,7 +129,7 @@ def get_grad(x: T) -> T | None:
         return slot.grad
     grad = as_gradient(x, axes, total)
     if grad.local is total:
-        remember_grad(x, grad, made=True)
+        remember_grad(x, grad)
     return grad
 
 

@@ -86,10 +86,10 @@ def shown_grad(x: Any) -> Any:
     return None if slot is None else slot.grad
 
 
-def remember_grad(x: Any, g: Any, made: bool = False) -> None:
-    """Stores ``g`` as the result of ``x.grad``. With ``made``, a reduction of ``g`` also reduces
-    the gradient of x."""
-    if g is not None and made:
+def remember_grad(x: Any, g: Any) -> None:
+    """Stores ``g`` as the result of ``x.grad``: a reduction of ``g`` also reduces the gradient of
+    x."""
+    if g is not None:
         SHOWN[id(x)] = grad_slot(g).owner = weakref.ref(x)
     if g is not None or x._grad_slot is not None:
         grad_slot(x).grad = g

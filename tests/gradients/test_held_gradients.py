@@ -1,5 +1,5 @@
-"""A gradient that the program has read before, and still holds, shows what later backwards add to
-it, as in one process, where autograd adds in place."""
+"""A gradient that the program has read or set before, and still holds, shows what later backwards
+add to it, as in one process, where autograd adds in place."""
 
 from __future__ import annotations
 
@@ -61,6 +61,19 @@ def after_a_step(model: nn.Module, x: Batch, _: Pause) -> list[Any]:
     return norms
 
 
+def set_before(model: nn.Module, x: Batch, _: Pause) -> list[Any]:
+    held = [torch.zeros_like(p) for p in model.parameters()]
+    for p, g in zip(model.parameters(), held, strict=True):
+        p.grad = g
+    for i in range(2):
+        for g in held:
+            g.zero_()
+        x(i).square().sum().backward()
+        for g in held:
+            g.mul_(0.5)
+    return held
+
+
 def after_clipping(model: nn.Module, x: Batch, _: Pause) -> list[Any]:
     x(0).square().sum().backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -96,8 +109,8 @@ def frozen_before_the_step(model: nn.Module, x: Batch, _: Pause) -> list[Any]:
 
 
 SCRIPTS = (
-    after_a_step, after_clipping, clipped_in_an_accumulation, scaled_in_an_accumulation,
-    frozen_before_the_step,
+    after_a_step, set_before, after_clipping, clipped_in_an_accumulation,
+    scaled_in_an_accumulation, frozen_before_the_step,
 )  # fmt: skip
 
 
