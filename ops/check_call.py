@@ -113,9 +113,11 @@ def check_call(
     if not is_torch(func) or _is_private(func):
         return None
     tensors: list[Arg] = collect((args, kwargs), [], Arg)
-    elementwise = factors is not None and _is_elementwise(factors)
-    found = None if elementwise else shared_without_data(func, args, kwargs, tensors)
     dtypes = [x.dtype for x in tensors]
+    # without elements, kernels of the device can be asked about the global shapes
+    empty = factors is None and None not in dtypes and {0 in x.shape for x in tensors} == {True}
+    all_told = empty or (factors is not None and _is_elementwise(factors))
+    found = None if all_told else shared_without_data(func, args, kwargs, tensors)
     own = factors is not None and factors.local is not None and factors.local not in ANYWHERE
     if None in dtypes or (own and len({d for d in dtypes if d.is_floating_point}) > 1):
         return found  # the rule's own function may join the dtypes
@@ -123,7 +125,7 @@ def check_call(
         Bare(shape, dtype, torch.device(device), None)
         for shape, dtype in zip(_one_element(factors, tensors), dtypes, strict=True)
     ]
-    of_one = _asked(func, args, kwargs, small, surroundings(), _ones if elementwise else _indices)
+    of_one = _asked(func, args, kwargs, small, surroundings(), _ones if all_told else _indices)
     return found or of_one
 
 

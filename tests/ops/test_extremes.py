@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -114,3 +115,13 @@ def test_indices_of_bools_are_refused_as_in_torch(func: Any) -> None:
     for layout in ([R], [S0], [S1]):
         with pytest.raises(RuntimeError, match="does not support bool input"):
             infer(func, Arg((5, 6), layout, torch.bool), 0, mesh_shape=(2,))
+
+
+@pytest.mark.parametrize("args", [(), (0,)])
+@pytest.mark.parametrize("func", [torch.argmax, torch.argmin, torch.amax, torch.amin, torch.min])
+def test_extremes_of_nothing_are_refused_as_in_torch(func: Any, args: Any) -> None:
+    with pytest.raises((RuntimeError, IndexError)) as plain:
+        func(torch.zeros(0, 3), *args)
+    for layout in ([R], [S0], [S1]):
+        with pytest.raises(plain.type, match=re.escape(str(plain.value))):
+            infer(func, Arg((0, 3), layout, torch.float32), *args, mesh_shape=(2,))

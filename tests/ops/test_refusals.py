@@ -93,6 +93,9 @@ CALLS: dict[str, Call] = {
     "baddbmm": lambda x, i, b: torch.baddbmm(x[None], x[None], x[None]),
     "weights of batch_norm": lambda x, i, b: F.batch_norm(x.t(), x[0, :1], x[0, :1], x[0]),
     "max of nothing": lambda x, i, b: x[:, :0].max(1),
+    "argmin of nothing": lambda x, i, b: x[:, :0].argmin(),
+    "amax of nothing": lambda x, i, b: x[:, :0].amax(1),
+    "aminmax of nothing": lambda x, i, b: x[:, :0].aminmax(dim=1),
     "pad": lambda x, i, b: F.pad(x, (-2, -2)),
     # dtypes
     "softmax of ints": lambda x, i, b: i.softmax(1),
