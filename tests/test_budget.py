@@ -63,7 +63,8 @@ from tests.test_imports import FILES
 #                real steps of single ranks give the times (+300; root: the operators of transfers)
 #   tensor       hooks of leaves run once, at the end of a backward; derivations are data; edges of
 #                the graph stand for DistTensors; an input that a layer of another stage wrote to is
-#                stale (+42); held gradients are current (+18; gradients: +13, pipeline, fsdp: +2)
+#                stale (+42); held gradients are current (+18; gradients: +13, pipeline, fsdp: +2);
+#                fewer gradients than outputs are an error (+1)
 #   verification the first tensor that differs from one process is named, for any program and dtype;
 #                ranks that wait for each other are ended (root: the option of the command)
 #   trace        guards of all that the code that ran can read; the audit of recorded programs;
@@ -102,7 +103,7 @@ LINES = {
     "reshard": 1_557,
     "root": 2_650,
     "simulate": 6_745,
-    "tensor": 3_603,
+    "tensor": 3_604,
     "trace": 3_175,
     "verification": 988,
 }  # fmt: skip

@@ -153,14 +153,15 @@ def initial_grad(x: MeshTensor, gradient: Any) -> Tensor:
 
 
 def _roots(outputs: Any, grads: Any) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Returns the locals of ``outputs`` and their gradients. A single gradient, or None, is for all
-    outputs."""
+    """Returns the locals of ``outputs`` and their gradients. Ignores further ones, as torch."""
     outs = (outputs,) if isinstance(outputs, (Tensor, GradientEdge)) else tuple(outputs)
-    one = grads is None or isinstance(grads, Tensor)
-    pairs = list(zip(outs, (grads,) * len(outs) if one else tuple(grads), strict=True))
+    every = (None,) * len(outs) if grads is None else grads
+    given = (every,) if isinstance(every, Tensor) else tuple(every)
+    if len(given) < len(outs):
+        raise RuntimeError(f"got {len(outs)} tensors and {len(given)} gradients")
     roots: list[Any] = []
     initial_grads: list[Tensor | None] = []
-    for o, g in pairs:
+    for o, g in zip(outs, given, strict=False):
         node = tensor_node(o)
         x = o if node is None else node.of
         local = x.local if isinstance(x, MeshTensor) else x

@@ -492,6 +492,22 @@ def test_autograd_grad():
     torch.testing.assert_close(got.full_tensor(), X.t() @ seeds)
 
 
+@on_ranks(2)
+def test_fewer_gradients_than_outputs_are_an_error_as_in_torch():
+    plain = torch.ones(3, requires_grad=True)
+    g = torch.ones(3)
+    for x in (plain, *(place(plain, line(), [at]).requires_grad_() for at in (R, S0))):
+        for given in (g, [g]):
+            for run in (
+                torch.autograd.backward,
+                lambda outs, g, x=x: torch.autograd.grad(outs, x, g),
+            ):
+                with pytest.raises(RuntimeError, match="got 2 tensors and 1 gradients"):
+                    run([x * 2, x * 3], given)
+        (got,) = torch.autograd.grad([x * 2], x, [g, g])
+        assert (got.full_tensor() if isinstance(got, DistTensor) else got).tolist() == [2, 2, 2]
+
+
 @on_ranks(4)
 def test_backward_with_a_gradient_and_with_inputs():
     seeds, w0 = randn(6, 4), randn(5, 4)
