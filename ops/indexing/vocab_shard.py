@@ -45,7 +45,9 @@ class Owned:
             others = ((index < self.offset) & (index >= 0)) | (
                 (index >= end) & (index < self.total)
             )
-        return (index - self.offset).masked_fill(others, 0), others
+        # where this rank owns nothing, ``rows`` has a row 0
+        here = index - self.offset if self.size else torch.full_like(index, -1)
+        return here.masked_fill(others, 0), others
 
     @staticmethod
     def without(rows: Tensor, others: Tensor) -> Tensor:

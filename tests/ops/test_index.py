@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import ops
 from disttensor.core.placement import Partial, Replicate, Shard
 from ops import Arg, NoRule
+from ops.indexing.vocab_shard import Owned
 from ops.registry import RULES
 from tests.support.simulate import check_rule, simulate
 
@@ -273,3 +274,13 @@ def test_split_ids_give_split_rows() -> None:
 def test_what_depends_on_data_has_no_rule(index: Any) -> None:
     x = Arg((5, 6), [S(0), R])
     assert ops.infer(get, x, index).inputs[0] == (R, R)
+
+
+@pytest.mark.parametrize("number", [-1, 1, 2])
+def test_each_rank_refuses_a_number_that_no_rank_owns(number: int) -> None:
+    """One row on two ranks: one of them has no row."""
+    for size in (1, 0):
+        owned = Owned(1 - size, size, 1)
+        here, _ = owned.find(torch.tensor([0, number]))
+        with pytest.raises(IndexError):
+            owned.rows(torch.ones(size, 2)).index_select(0, here)
