@@ -338,32 +338,32 @@ autocast_is_on: Callable[[], bool] = need(
     "to see autocast of any device", torch._C, "_is_any_autocast_enabled"
 )
 # Settings of the process and of the thread that choose kernels: the answers are constants.
-_FLAGS = [
-    need("to know which kernels torch may choose", torch._C, f"_get_{name}")
+FLAGS = {
+    name: need("to know which kernels torch may choose", torch._C, f"_get_{name}")
     for name in (
         "deterministic_algorithms_warn_only", "deterministic_fill_uninitialized_memory",
         "float32_matmul_precision", "mkldnn_enabled", "mkldnn_deterministic",
         "onednn_allow_tf32", "math_sdp_enabled", "flash_sdp_enabled", "mem_efficient_sdp_enabled",
         "overrideable_sdp_enabled",
     )
-]  # fmt: skip
-_FLAGS_OF_CUDA = [
-    need("to know which kernels torch may choose", torch._C, f"_get_{name}")
+}  # fmt: skip
+FLAGS_OF_CUDA = {
+    name: need("to know which kernels torch may choose", torch._C, f"_get_{name}")
     for name in (
         "cudnn_sdp_enabled", "cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic",
         "cudnn_allow_tf32", "cublas_allow_tf32", "cublas_allow_fp16_reduced_precision_reduction",
         "cublas_allow_bf16_reduced_precision_reduction",
     )
-]  # fmt: skip
-_order_of_sdp = need("to know which kernels torch may choose", torch._C, "_get_sdp_priority_order")
+}  # fmt: skip
+order_of_sdp = need("to know which kernels torch may choose", torch._C, "_get_sdp_priority_order")
 
 
 def flags_of_torch(device: str) -> tuple[Any, ...]:
     """Returns the settings of torch that choose the kernels of a type of device."""
-    flags = [flag() for flag in _FLAGS]
+    flags = [flag() for flag in FLAGS.values()]
     if device == "cuda":
-        flags += [flag() for flag in _FLAGS_OF_CUDA]
-    return (*flags, *_order_of_sdp(), torch.get_num_threads(), torch.is_anomaly_enabled())
+        flags += [flag() for flag in FLAGS_OF_CUDA.values()]
+    return (*flags, *order_of_sdp(), torch.get_num_threads(), torch.is_anomaly_enabled())
 
 
 torch_functions_are_seen: Callable[[], bool] = need(

@@ -76,6 +76,8 @@ class MicroBatch:
             self._run_step()
             return
         last = chunk == self.chunks - 1
+        if self.graph.shared_state is not None:
+            self.graph.shared_state.begin()
         with self.random_state.set() if self.random_state else nullcontext():
             while not self.coroutine.ended:
                 self.coroutine.resume()

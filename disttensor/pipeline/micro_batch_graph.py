@@ -32,6 +32,7 @@ from disttensor.core.mesh import ProcessMesh
 from disttensor.core.spec import DistSpec
 from disttensor.errors import user_line
 from disttensor.graph_nodes import nodes_of
+from disttensor.pipeline.shared_state import SharedState
 from disttensor.pipeline.transfer import Transfer, TransferState, received, sent
 from disttensor.pipeline.unsplit import warn_unsplit
 from disttensor.pipeline.visit_graph import VisitGraph, divide
@@ -72,6 +73,8 @@ class MicroBatchGraph:
         self.order: Sequence[ProcessMesh] | None = None  # of the visits, if given
         self.stage: int | None = None  # None: the index of its mesh among the meshes visited
         self.state = ProgramState.COMPUTING
+        self.shared_state: SharedState | None = None  # None: no micro-batch runs in a pause
+        self.layers: list[Any] = []  # that have run since the last transfer, for ``shared_state``
         self.visits = [VisitGraph()]
         self.transfers: list[Transfer] = []
         self.first_receives: list[tuple[DistSpec, DistSpec, int]] = []  # of the first visit
@@ -99,7 +102,9 @@ class MicroBatchGraph:
     def record_transfer(self, src: ProcessMesh, dst: ProcessMesh, with_grad: bool) -> None:
         """Records a transfer of the program between two meshes, also if this rank takes no part.
         Raises ValueError, before a message is sent, if ``dst`` is visited too often or out of
-        order, or if a recomputed region uses meshes that share only some of their ranks."""
+        order, or if a recomputed region uses meshes that share only some of their ranks. Raises
+        RuntimeError if the step has changed the state that micro-batches share."""
+        self._check_shared_state()
         if dst in self._left:
             self._counts[dst] += 1
             self._left.discard(dst)
@@ -118,6 +123,11 @@ class MicroBatchGraph:
                 self.meshes.append(mesh)
         if self.first_return is None and self.meshes.index(dst) < self.meshes.index(src):
             self.first_return = src, dst
+
+    def _check_shared_state(self, where: str = "") -> None:
+        if self.shared_state is not None:
+            self.shared_state.check(self.layers, where)
+            self.layers.clear()
 
     def _check_order(
         self, order: Sequence[ProcessMesh], src: ProcessMesh, dst: ProcessMesh
@@ -187,6 +197,8 @@ class MicroBatchGraph:
         another mesh, which may send them later. Another micro-batch runs meanwhile."""
         if self.state is ProgramState.SENT:
             self.state = ProgramState.PAUSED
+            if self.shared_state is not None:
+                self.shared_state.check(self.layers)
             self.pause()
 
     def _begin_visit(self) -> None:
@@ -197,6 +209,7 @@ class MicroBatchGraph:
 
     def next_visit(self, xs: Sequence[DistTensor]) -> list[DistTensor]:
         """Begins the next visit on the same mesh, with these tensors."""
+        self._check_shared_state()
         if not xs[0].is_initialized:
             return [x.like(x.local, x.spec) if x.requires_grad else x for x in xs]
         self.found_boundary = True
@@ -232,6 +245,7 @@ class MicroBatchGraph:
     def end(self, loss: DistTensor) -> None:
         """Ends the program: the gradients that will arrive for its sends are now known. Raises
         ValueError if it visited a mesh less often than the schedule."""
+        self._check_shared_state("its end")
         self.state = ProgramState.ENDED
         if self.order is not None and self.has_boundaries:
             for mesh, n in Counter(mesh for mesh, _ in groupby(self.order)).items():

@@ -25,6 +25,7 @@ from disttensor.pipeline.micro_batch import MicroBatch, Step
 from disttensor.pipeline.random_state import RandomState, end_run, seeds_of_run
 from disttensor.pipeline.schedule import SHAPES, Schedule, route
 from disttensor.pipeline.schedules import NAMES, Maker, named
+from disttensor.pipeline.shared_state import SharedState
 from disttensor.tensor.grad import update_shown
 
 
@@ -88,20 +89,27 @@ def run(
         MicroBatch(step, batch, i, channel, chunks, RandomState(seeds, i) if seeds else None)
         for i, (batch, channel) in enumerate(zip(batches, p2p.channels(len(batches)), strict=True))
     ]
+    shared_state = SharedState() if chunks > 1 and torch.is_grad_enabled() else None
+    for micro_batch in running:
+        micro_batch.graph.shared_state = shared_state
     may_return = bool(builtin and builtin.may_return)
     # If all forwards are one visit, the program may return to a mesh: no backward is in between.
     visits = None if may_return and chunks == 1 else visits
+    failed = False
     try:
         _carry_out(running, schedule, meshes, chunks, visits, may_return=may_return)
     except BaseException as error:
         p2p.retire_channels(len(running))
         lone_failure.note_failed_run(error)
+        failed = True
         raise
     finally:
         for o in observers_of_thread():
             o.end_run()
         for micro_batch in running:
             micro_batch.close()
+        if failed and shared_state is not None:
+            shared_state.restore()
     end_run(m.random_state for m in running if m.random_state)
     update_shown()
     losses = [micro_batch.loss for micro_batch in running]

@@ -225,6 +225,13 @@ class _Bring:
         self.mesh, self.borrowed, self.begins_visit = mesh, borrowed, begins_visit
 
     def __call__(self, layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        inputs = self._inputs(layer, args, kwargs)
+        graph = MICRO_BATCH.get()
+        if graph is not None and graph.shared_state is not None:
+            graph.layers.append(layer)
+        return inputs
+
+    def _inputs(self, layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if self.begins_visit:
             return self._next_visit(*(self._bring(layer, args, kwargs) or (args, kwargs)))
         if len(args) == 1 and not kwargs and not self.borrowed.names:  # most calls
