@@ -275,7 +275,7 @@ COPIED = ("view of an argument", "writes to a view")  # a copy in some layouts: 
 
 
 def _on_pieces(x, y):
-    at = [x.placements, y.placements]
+    at = [x.placements, x.placements]
     run = dt.local_map(
         lambda a, b: a.exp() * b.mean(),
         in_placements=at,
