@@ -65,7 +65,8 @@ def clearings():
     """What empties each cache of the packages."""
     modules = [m for name, m in sys.modules.items() if name.startswith(("disttensor", "ops"))]
     values = [value for module in modules for value in vars(module).values()]
-    found = [value.cache_clear for value in values if hasattr(value, "cache_clear")]
+    caches = [x for x in values if hasattr(x, "cache_clear") and not isinstance(x, type)]
+    found = [x.cache_clear for x in caches]
     gc.unfreeze()  # tests/conftest.py freezes the modules, and get_objects leaves those out
     found += [x.clear for x in gc.get_objects() if type(x) is cache.Cache]
     gc.freeze()
