@@ -272,8 +272,8 @@ class _Epoch(Iterator[Any]):
     @contextlib.contextmanager
     def _random_numbers_of(self, rows: BatchRows) -> Iterator[None]:
         """Seeds torch's generator by the first of these rows, without workers, and restores it: all
-        ranks draw alike after they have loaded different samples. A thread beside the program does
-        not: the program may draw meanwhile."""
+        ranks draw alike after they have loaded different samples. Another thread than the main one
+        leaves the generator as it is, because the program may draw meanwhile."""
         loader, generator = self.loader, torch.default_generator
         beside = threading.current_thread() is not threading.main_thread()
         if loader._draws_alike or loader.num_workers or beside:

@@ -10,6 +10,7 @@ import torch
 from disttensor.dispatch.function_body import body_of
 from disttensor.pytree import collect
 from disttensor.torch_private import TorchDispatchMode
+from ops.answer import named_dynamic
 
 # Questions about a tensor whose answers follow from its metadata, or are read by our own code.
 _ASKED = frozenset({
@@ -32,12 +33,11 @@ _REFUSED = frozenset({
 })  # fmt: skip
 _SETS = ("set_", "_set_", "manual_seed", "seed", "use_deterministic", "init_")
 _INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
-# Functions that read the shape of their result in a tensor: in any, or in the second.
-_SIZED_BY_DATA = ("nonzero", "argwhere", "masked_select", "unique", "bincount")
+# Functions that may read sizes in the second argument.
 _SIZES_IN_SECOND = frozenset({
     "repeat_interleave", "tensor_split", "pack_padded_sequence", "pad_packed_sequence",
 })  # fmt: skip
-_MASKS = (torch.bool, torch.uint8)
+_SIZED_BY_SHAPES = ("nonzero_static", "combinations")  # though their names begin so
 _OMITTED = frozenset({"detach", "view_as"})  # omitted if the result is unused
 
 # Python functions that read options and sizes, and call C++ functions. Functions that also read
@@ -105,8 +105,6 @@ def shape_is_read(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> boo
     """Returns True for functions of regular tensors that read the shape of the result in them. Does
     not ask torch (``ops.answer.is_dynamic``), which would import its compiler."""
     name, count = getattr(func, "__name__", "").strip("_"), len(args) + len(kwargs)
-    if name == "getitem":
-        return any(t.dtype in _MASKS for t in collect(args[1:], []))
     if name == "where":
         return count == 1
     if name == "one_hot":
@@ -114,7 +112,7 @@ def shape_is_read(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> boo
     if name in _SIZES_IN_SECOND:
         sizes = len(collect((args, kwargs), [])) > 1 or count == 1
         return sizes and kwargs.get("output_size") is None
-    return name.startswith(_SIZED_BY_DATA) and name != "nonzero_static"
+    return named_dynamic(func, args) and name not in _SIZED_BY_SHAPES
 
 
 def reads_sizes(func: Any, tensors: Sequence[torch.Tensor]) -> NumberReads | None:
